@@ -1,5 +1,5 @@
-"""Compiles kernels in parallel before they run. The code first runs without launches, only to find
-out which kernels it needs."""
+"""Compiles kernels in parallel before they run. The code first runs without launching anything,
+only to find out which kernels it needs."""
 
 import hashlib
 import os
@@ -18,15 +18,17 @@ _is_ahead = False
 
 
 def is_ahead() -> bool:
-    """True during a run without launches, which finds out which kernels code needs."""
+    """Return True during the dry run of `compile_ahead`, in which launches only compile."""
     return _is_ahead
 
 
 def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
-    """Compile the kernels that `run` launches, if any need it.
+    """Compile all kernels that `run` launches and that are not compiled yet. CUDA only; otherwise
+    do nothing.
 
-    On CUDA `run` is called without launches. Tensors that kernels would write are zero if `run`
-    allocates them, and otherwise unchanged. So `run` must not read results of kernels on the host.
+    `run` is called once, but its launches only request compilation. Output tensors that `run`
+    allocates are zero, and others keep their values. So `run` must not read results of kernels on
+    the host.
     """
     if device.type != "cuda":
         return
@@ -50,9 +52,10 @@ def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that compile and load the kernels that `AsyncCompileMode` submits. They wait for
-    `begin`, the end of the run without launches: compilation is partly Python and would slow that
-    run several-fold. Loading a kernel may also compile its launcher in C.
+    """Threads that compile and load the kernels that `AsyncCompileMode` submits.
+
+    They wait for `begin`, which is set when the dry run ends: compilation is partly Python and
+    would slow the dry run several-fold. Loading a kernel may also compile its launcher in C.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,7 +77,7 @@ class _Compilers(ThreadPoolExecutor):
 
 @contextmanager
 def _launches_that_compile(kernel: Any) -> Iterator[None]:
-    """During the block, launches of Triton's class `kernel` only request compilation."""
+    """Make launches of Triton's class `kernel` only request compilation during the block."""
     launch = kernel.run
 
     def ask(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -90,7 +93,7 @@ def _launches_that_compile(kernel: Any) -> Iterator[None]:
 
 @contextmanager
 def _launchers_of_own_names() -> Iterator[None]:
-    """During the block, each launcher in C gets its own name. Triton loads all launchers under one
+    """Give each launcher in C its own name during the block. Triton loads all launchers under one
     name, so two threads that load at once would mix up the functions of their modules."""
     driver: Any = sys.modules.get("triton.backends.nvidia.driver")
     load = getattr(driver, "compile_module_from_src", None)
@@ -110,7 +113,8 @@ def _launchers_of_own_names() -> Iterator[None]:
 
 
 class _ZerosForEmpty(TorchFunctionMode):
-    """During the block, uninitialised tensors are zeros. Garbage could be indices out of bounds."""
+    """Fills new uninitialised tensors with zeros. Their garbage might be used as indices, which
+    would be out of bounds."""
 
     _MAKERS = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty)
 

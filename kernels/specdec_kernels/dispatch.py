@@ -1,4 +1,4 @@
-"""One name for two implementations: torch for any device, Triton for CUDA tensors."""
+"""Public functions with two implementations: torch for any device, Triton for CUDA tensors."""
 
 from collections.abc import Callable
 from functools import cached_property, update_wrapper
@@ -14,7 +14,8 @@ HAS_CUDA = torch.backends.cuda.is_built()
 
 
 class Kernel(Generic[P, R]):
-    """A public function. `reference` is its torch implementation, for any device."""
+    """A public function with two implementations. `reference` is the one in torch, for any device;
+    `path` names the one in Triton as "module:function"."""
 
     def __init__(self, reference: Callable[P, R], path: str) -> None:
         self.reference = reference
@@ -44,6 +45,9 @@ class Kernel(Generic[P, R]):
 
 
 def kernel(path: str) -> Callable[[Callable[P, R]], Kernel[P, R]]:
-    """Make a torch function public, with a Triton implementation, "module:function". The first
-    tensor, or the first argument's first tensor, decides: CUDA tensors go to Triton."""
+    """Decorate a torch function that has a Triton implementation at `path`, "module:function".
+
+    A call uses Triton if its first tensor is on CUDA. If the first argument is a tuple, the tuple's
+    tensors come first.
+    """
     return lambda reference: Kernel(reference, path)

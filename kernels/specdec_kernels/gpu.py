@@ -1,5 +1,5 @@
-"""Limits of a GPU that determine launch configurations (an H100's if there is no GPU), and powers
-of two."""
+"""The limits of a GPU that determine launch configurations, and powers of two. Without a GPU the
+limits of an H100 are used."""
 
 from functools import cache
 from typing import NamedTuple
@@ -14,8 +14,11 @@ CACHE_LINE = 128  # bytes
 
 
 class Gpu(NamedTuple):
-    """Limits of a device. shared_memory: bytes that one program can have; an A100 has 163 KiB, most
-    workstation GPUs and the L40S 99, an H100 and a B200 227."""
+    """Limits of a device.
+
+    shared_memory: bytes that one program can use. This is 163 KiB on an A100, 99 KiB on an L40S and
+    most workstation GPUs, and 227 KiB on an H100 or B200.
+    """
 
     capability: tuple[int, int] = CAPABILITY
     multiprocessors: int = MULTIPROCESSORS
@@ -27,7 +30,7 @@ H100 = Gpu()
 
 @cache
 def gpu_of(device: torch.device) -> Gpu:
-    """The limits of a device."""
+    """Return the limits of a device; an H100's if it is not CUDA."""
     if device.type != "cuda":
         return H100
     found = torch.cuda.get_device_properties(device)
@@ -37,10 +40,10 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def power_of_2_from(number: int) -> int:
-    """The smallest power of 2 that is at least `number`."""
+    """Return the smallest power of 2 that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def power_of_2_to(number: int) -> int:
-    """The largest power of 2 that is at most `number`; 1 for numbers below 1."""
+    """Return the largest power of 2 that is at most `number`, or 1 for numbers below 1."""
     return 1 << max(number, 1).bit_length() - 1

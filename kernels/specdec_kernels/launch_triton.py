@@ -1,13 +1,15 @@
-"""Helpers for kernels in close succession: dependent launches, prefetches, counters.
+"""Helpers for kernels that run in quick succession: dependent launches, prefetches, counters.
 
 Programmatic dependent launch lets a kernel start while its predecessor in the stream still runs.
-Before `after_predecessor` it may touch only data that no recent kernel writes: weights, and data
-that was complete when the predecessor began. `after_predecessor` waits until the predecessor has
-completed and its writes are visible. At least one program of every kernel calls it, so completion
-is transitive: the predecessor completed only after its own predecessor. A program without work may
-return before the call, which makes room for the successor. After the call the order is that of an
-ordinary stream, and memory may be reused. The successor may start only after the wait, so at most
-one kernel runs ahead, and it may read early everything written before its predecessor.
+Before it calls `after_predecessor`, it may touch only data that no recent kernel writes: weights,
+and data that was complete when the predecessor began. The call waits until the predecessor has
+completed and its writes are visible. At least one program of every kernel makes this call. So when
+the wait ends, the predecessor's own predecessor has also completed. A program without work may
+return before the call, which frees its multiprocessor for the successor.
+
+After the call, the order is that of an ordinary stream, and memory may be reused. The successor may
+start only after the wait, so at most one kernel runs ahead. It may therefore read, before its own
+wait, everything that was written before its predecessor.
 """
 
 from functools import cache
@@ -29,32 +31,36 @@ _kept: dict[tuple[str, torch.device], Tensor] = {}
 
 
 def dependence(tensor: Tensor) -> dict[str, bool]:
-    """Launch options of a kernel over `tensor`. If the GPU can start it before its predecessor
-    ends, DEPENDENT is True; the kernel passes this constant to `after_predecessor`.
+    """Return launch options for a kernel over `tensor`.
+
+    DEPENDENT is True if the GPU can start the kernel before its predecessor ends. The kernel passes
+    this constant to `after_predecessor`.
     """
     dependent = tensor.is_cuda and gpu_of(tensor.device).capability[0] >= 9
     return {"DEPENDENT": dependent, **launch_options(dependent)}
 
 
 def launch_options(dependent: bool = False) -> dict[str, bool]:
-    """Triton's options for every launch. dependent: whether it may start early.
+    """Return Triton's options for every launch. dependent: whether the kernel may start before its
+    predecessor ends.
 
-    `enable_fp_fusion` was Triton's default through 3.9, which warns on stderr that this will end.
+    Triton 3.9 still enables `enable_fp_fusion` by default, but warns on stderr that this will end.
     """
     return {"enable_fp_fusion": True} | ({"launch_pdl": True} if dependent else {})
 
 
 @cache
 def options_of(tiles: NamedTuple) -> dict[str, int]:
-    """The fields of a launch configuration that are Triton options."""
+    """Return those fields of a launch configuration that are Triton options."""
     names = ("num_warps", "num_stages", "maxnreg")
     return {n: value for n, value in tiles._asdict().items() if n in names}
 
 
 def counters(device: torch.device) -> Tensor:
-    """[COUNTERS] int32 zeros, for kernels whose last program completes the work of the others.
+    """Return int32 zeros [COUNTERS], with which a kernel's programs find out which of them is last.
 
-    Every kernel leaves them at zero. Kernels of one device share them, so they run on one stream.
+    Every kernel leaves them at zero. All kernels on a device share them, so they must run on one
+    stream.
     """
     return _kept_zeros("counters", COUNTERS, device)
 
@@ -62,8 +68,8 @@ def counters(device: torch.device) -> Tensor:
 def room_for_splits(
     splits: int, blocks: int, size: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Memory for sums of `size` values over `splits` programs: partial sums fp32 [splits, *size],
-    and `counters`, one for each of `blocks`. Two times None for one split."""
+    """Return memory for sums that `splits` programs compute together: partial sums, fp32
+    [splits, *size], and `counters`, one for each of `blocks`. Return (None, None) for one split."""
     if splits == 1:
         return None, None
     assert blocks <= COUNTERS
@@ -71,7 +77,8 @@ def room_for_splits(
 
 
 def epochs(device: torch.device) -> Tensor:
-    """[EPOCHS, 2] int32 for `arrive`; kernels of one device share them and run on one stream."""
+    """Return the counters of `arrive`, int32 [EPOCHS, 2]. All kernels on a device share them, so
+    they must run on one stream."""
     return _kept_zeros("epochs", 2 * EPOCHS, device).view(EPOCHS, 2)
 
 
@@ -109,10 +116,11 @@ def prefetch_l2(pointers):
 
 @triton.jit
 def load_acquired(pointers, SCOPE: tl.constexpr):
-    """Load int32 counters at pointers or addresses. Data that they announce is visible after the
-    load.
+    """Load int32 counters with acquire semantics: data that was written before a counter was
+    raised is visible after the load.
 
-    SCOPE: "gpu", or "sys" for memory that several GPUs share.
+    pointers: pointers, or addresses as int64. SCOPE: "gpu", or "sys" for memory that several GPUs
+    share.
     """
     if INTERPRETED:
         found = tl.load(pointers)
@@ -130,9 +138,10 @@ def load_acquired(pointers, SCOPE: tl.constexpr):
 
 @triton.jit
 def is_last(counter_ptr, expected):
-    """True in the last of `expected` programs that call it; the others' stores are visible to it.
+    """Return True in the last of `expected` programs that call this.
 
-    Leaves the counter at zero. The others' results must be loaded past L1 (".cg").
+    The last program sees the stores of the others, but must load them past L1 (".cg"). It resets
+    the counter to zero.
     """
     tl.debug_barrier()  # the stores of all threads come before the count
     last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == expected - 1
@@ -143,20 +152,20 @@ def is_last(counter_ptr, expected):
 
 @triton.jit
 def epoch_of(epochs_ptr, expected):
-    """The count at which all `expected` programs of a group have arrived.
+    """Return the count that a group's counter has once all `expected` programs have arrived.
 
-    A group has two counters, which are never reset. They count arrivals so far, and arrivals before
-    this call. Call this after `after_predecessor`.
+    A group has two counters, which are never reset: arrivals so far, and arrivals up to the last
+    barrier. Call this after `after_predecessor`.
     """
     return tl.load(epochs_ptr + 1) + expected
 
 
 @triton.jit
 def arrive(epochs_ptr, epoch, COUNTED: tl.constexpr):
-    """Count this program as arrived, after its earlier stores.
+    """Count this program as arrived. Its earlier stores become visible first.
 
-    With COUNTED returns whether it was the last. The answer costs a round trip to memory, so
-    programs that wait do not ask for it.
+    With COUNTED, return whether it was the last to arrive. That takes a round trip to memory, so
+    programs that call `wait_for` do not ask for it.
     """
     tl.debug_barrier()  # the stores of all threads come before the count
     if COUNTED:
@@ -170,8 +179,9 @@ def arrive(epochs_ptr, epoch, COUNTED: tl.constexpr):
 def wait_for(epochs_ptr, epoch):
     """Wait until a group's count has reached `epoch`, the result of `epoch_of`.
 
-    Programs start in the order of their ids. Those of a group must be adjacent and few, so that all
-    run at once. The others' results must be loaded past L1 (".cg").
+    The programs of a group must all run at once, or the wait never ends. Programs start in the
+    order of their ids, so those of a group must be few and have adjacent ids. Load the others'
+    results past L1 (".cg").
     """
     behind = tl.full([], -1, tl.int32)  # compare differences, because counters wrap around
     while behind < 0:
@@ -181,5 +191,5 @@ def wait_for(epochs_ptr, epoch):
 
 @triton.jit
 def finish(epochs_ptr, epoch):
-    """End a barrier. One program of a group calls this after all have arrived."""
+    """End a barrier. Exactly one program of the group calls this, after all have arrived."""
     tl.store(epochs_ptr + 1, epoch)

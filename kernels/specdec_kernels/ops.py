@@ -1,8 +1,8 @@
 """The public functions: CUDA tensors go to Triton kernels, all others to torch.
 
-A CUDA graph can capture all functions except `gather_plan`, which is meant for CPUs and reads its
-tensors on the host. `ops.NAME.reference` is the torch implementation on any device. Row starts `[B
-+ 1]` are the running sum of per-row counts, beginning at 0.
+CUDA graphs can capture all functions except `gather_plan`, which is meant for CPUs and reads its
+tensors on the host. `ops.NAME.reference` is the torch implementation for any device. Arguments
+named row starts, `[B + 1]`, are the cumulative sum of the counts per row, beginning with 0.
 """
 
 from specdec_kernels.attention.call import FP8, AttentionCall, LayerCache

@@ -1,4 +1,5 @@
-"""Tables of launch configurations, one per device; the first fitting case is used."""
+"""Tables of launch configurations, one per compute capability. The first case that fits a problem
+is used."""
 
 from collections.abc import Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
@@ -9,7 +10,8 @@ T = TypeVar("T")
 
 
 class Case(NamedTuple, Generic[T]):
-    """Tiles, and the problems that use them: upper limits of some sizes, lower limits of others."""
+    """A launch configuration, and the problems that it is for: `most` are upper limits of some
+    sizes, and `least` are lower limits of others."""
 
     tiles: T
     most: tuple[float, ...]
@@ -24,10 +26,10 @@ class Case(NamedTuple, Generic[T]):
 def first_fit(
     cases: Sequence[Case[T]], most: tuple[float, ...], least: tuple[float, ...] = ()
 ) -> T | None:
-    """The tiles of the first case that fits a problem's sizes; None without one."""
+    """Return the tiles of the first case that fits a problem's sizes, or None if no case fits."""
     return next((case.tiles for case in cases if case.fits(most, least)), None)
 
 
 def table_for(tables: Mapping[tuple[int, int], T], device: tuple[int, int]) -> T:
-    """The table of a compute capability; devices without one use an H200's."""
+    """Return the table for a compute capability, or the H200's if it has none of its own."""
     return tables.get(device, tables[CAPABILITY])

@@ -1,1 +1,1 @@
-"""Memory of other GPUs and of the host."""
+"""Kernels that read and write the memory of other GPUs and of the host."""

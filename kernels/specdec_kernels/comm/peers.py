@@ -1,4 +1,4 @@
-"""Memory that all GPUs of a group can read, and sums and gathers through it."""
+"""Sums and gathers over the GPUs of a group, through memory that all of them can read."""
 
 from dataclasses import dataclass
 
@@ -6,34 +6,35 @@ from torch import Tensor
 
 from specdec_kernels.linear.reference import Normed
 
-MAX_ROWS = 256  # maximum rows in this memory at once
+MAX_ROWS = 256  # maximum rows that a shared buffer holds
 
-# The tile of one program of a sum. It has its own flags. Each thread reads 8 16-bit values from
+# The tile that one program sums. Each tile has its own flags. A thread reads 8 16-bit values from
 # each rank.
 SUM_ROWS, SUM_COLUMNS = 4, 256
-# Up to this many 16-bit values, each rank writes its part to the others, with a count next to each
-# pair. That takes one trip between GPUs. Reading the others' parts takes two trips with half the
-# bytes.
+# Up to this many 16-bit values, each rank writes its partial sums to the others, with a count next
+# to each pair of values. That takes one trip between GPUs. Reading the others' partial sums takes
+# two trips but moves half the bytes.
 PUSHED_NUMBERS = 8 * 8192
-# From this many values on, more than two ranks divide a sum: each sums a share of the rows and
-# reads the other shares.
+# From this many values on, groups of more than two ranks divide a sum: each rank sums a share of
+# the rows and reads the other shares.
 SHARED_OUT_NUMBERS = 40 * 8192
-# Tiles of logits. A program takes every GATHER_GROUPS-th tile along the rows.
+# The tile of a gather of logits. A program copies every GATHER_GROUPS-th tile along the rows.
 GATHER_ROWS, GATHER_COLUMNS, GATHER_GROUPS = 4, 1024, 8
 
 
 def num_sum_flags(width: int) -> int:
-    """The number of counters for each other rank, for sums of rows of `width` values."""
+    """Return the number of counters per rank that sums of rows of `width` values need."""
     return -(-width // SUM_COLUMNS) * (MAX_ROWS // SUM_ROWS)
 
 
 def num_pushed_words(size: int, width: int, itemsize: int) -> int:
-    """The number of 64-bit words on each rank that other ranks write; 0 if they write none."""
+    """Return the number of 64-bit words on each rank that other ranks write their partial sums to.
+    It is 0 if ranks read the others' partial sums instead, because of the dtype or the width."""
     return size * PUSHED_NUMBERS if itemsize == 2 and width % 2 == 0 else 0
 
 
 def num_gather_flags(share: int) -> int:
-    """The number of counters for each other rank, for gathers of shares of `share` columns."""
+    """Return the number of counters per rank that gathers of `share` columns per rank need."""
     return -(-share // GATHER_COLUMNS) * GATHER_GROUPS
 
 
@@ -41,13 +42,17 @@ def num_gather_flags(share: int) -> int:
 class Peers:
     """One rank's view of buffers that all ranks of a group share.
 
-    rank, size: this rank and the number of ranks. parts: [places, MAX_ROWS, N], this rank's own,
-    which the others read. addresses: int64 [size], addresses of the ranks' parts. flags: int64
-    [size], addresses of the ranks' counters int32 [F, size], which count the announcements of the
-    others. epochs: int32 [F, size], how many announcements have been awaited; sums, which wait for
-    all ranks at once, use [F]. pushed: int64 [size], addresses of the ranks' words int64 [2, size,
-    PUSHED_NUMBERS / 2], which the others write; None if no rank has any. pushes: int32 [F], pushes
-    so far.
+    rank, size: this rank, and the number of ranks.
+    parts: [places, MAX_ROWS, N], this rank's buffers, which the other ranks read. A place is the
+        index of a buffer.
+    addresses: int64 [size], the address of each rank's `parts`.
+    flags: int64 [size], the address of each rank's counters, int32 [F, size]. These count how often
+        each other rank has announced that its data is written.
+    epochs: int32 [F, size], how many announcements this rank has waited for. Sums wait for all
+        ranks at once and use [F].
+    pushed: int64 [size], the address of each rank's words, int64 [2, size, PUSHED_NUMBERS / 2],
+        to which the other ranks write. None if ranks only read.
+    pushes: int32 [F], how often ranks have written to `pushed`.
     """
 
     rank: int
@@ -60,7 +65,8 @@ class Peers:
     pushes: Tensor
 
     def take(self, place: int, num_rows: int, width: int) -> Tensor | None:
-        """Memory for this rank's part [num_rows, width], or None if it does not fit."""
+        """Return the buffer `place` for this rank's data [num_rows, width], or None if that does
+        not fit."""
         _, rows, most = self.parts.shape
         if num_rows > rows or width != most:
             return None
@@ -70,11 +76,11 @@ class Peers:
 def reduce_add_norm(
     peers: Peers, place: int, residual: Tensor, norm_weight: Tensor, eps: float
 ) -> Normed:
-    """`add_norm` of the sum of all ranks' parts. Each rank has its part in `peers.take(place, T,
-    N)`.
+    """Sum all ranks' partial sums [T, N] and return `add_norm` of the result.
 
-    CUDA only, at most 256 rows. Every rank of the group calls it, with place 0 and 1 in turn.
-    residual: [T, N], rows contiguous, the same on all ranks. norm_weight: [N].
+    Each rank first writes its partial sum to `peers.take(place, T, N)`. CUDA only, at most 256
+    rows. Every rank of the group must call this, with place 0 and 1 in turn. residual: [T, N], rows
+    contiguous, the same on all ranks. norm_weight: [N].
     """
     from specdec_kernels.comm.peers_triton import reduce_add_norm_triton
 
@@ -82,16 +88,18 @@ def reduce_add_norm(
 
 
 def reduce_parts(peers: Peers, place: int, num_rows: int) -> Tensor:
-    """The sum [T, N] of all ranks' parts, under the conditions of `reduce_add_norm`."""
+    """Return the sum [T, N] of all ranks' partial sums, under the conditions of
+    `reduce_add_norm`."""
     from specdec_kernels.comm.peers_triton import reduce_parts_triton
 
     return reduce_parts_triton(peers, place, num_rows)
 
 
 def gather_columns(peers: Peers, num_rows: int) -> Tensor:
-    """All ranks' parts in `peers.take(0, num_rows, N)`, side by side: [T, size * N]. CUDA only.
+    """Return all ranks' columns side by side: [T, size * N]. CUDA only.
 
-    Every rank of the group calls it, and synchronises before it writes a new part.
+    Each rank first writes its columns [T, N] to `peers.take(0, num_rows, N)`. Every rank of the
+    group must call this. The ranks must synchronise before they write new columns.
     """
     from specdec_kernels.comm.peers_triton import gather_columns_triton
 

@@ -1,26 +1,28 @@
-"""Kernels that read other GPUs' memory over NVLink: sums of all ranks' parts, and gathers.
+"""Kernels that read other GPUs' memory over NVLink: sums over all ranks, and gathers.
 
-The sum is a one-shot all-reduce with the residual and the norm in the same kernel. Every rank reads
-the parts of all others and adds them up in the order of ranks, so that all hold the same bits. A
-program handles one tile. It announces to its counterparts on all other ranks that this rank's part
-is written, and waits until they have announced theirs. Flags are counters that are never reset: the
-k-th call of a tile waits for k. Calls must alternate between two buffers: once all ranks have
-announced one buffer, all have read the other, so no second wait is needed. Programs start in order
-and wait for their counterparts alone, so the first unfinished program is running on every rank.
+The sum is a one-shot all-reduce that also adds the residual and prepares the norm. Every rank reads
+the partial sums of all others and adds them in the order of ranks, so that all ranks compute the
+same bits. A program handles one tile. It announces to its counterparts on all other ranks that this
+rank's partial sum is written, and waits until they have announced theirs. Flags are counters that
+are never reset: the k-th call on a tile waits until they reach k. Calls must alternate between two
+buffers. Once all ranks have announced one buffer, all have read the other, so no second wait is
+needed. Programs start in order and wait only for their counterparts, so there is no deadlock: the
+first unfinished program is running on every rank.
 
-If there are few rows, each rank writes them to the other ranks instead. A word holds two numbers
-and the count of the call, and a rank waits until all words hold its own count. A word arrives
-whole, so no announcement is needed (the LL protocol of NCCL). Its place may be written again for
-the same reason as above: a rank that got all words of one place knows that all have read the other.
+If there are few rows, each rank writes its partial sums to the other ranks instead. A 64-bit word
+holds two numbers and the number of the call, and a rank waits until all words hold the number of
+its own call. A word arrives whole, so no announcement is needed (NCCL's LL protocol). Words may be
+overwritten for the same reason as above: a rank that has received all words of one buffer knows
+that all ranks have read the other buffer.
 
-If there are many rows, each rank sums only its share, with the residual. It writes the sum over its
-own part of these rows, which no other rank reads, and announces that. Then it reads the other
-ranks' shares. With R ranks that moves 2 / R of the bytes.
+If there are many rows, each rank sums only a share of them, adds the residual and writes the result
+over its own partial sums of these rows, which no other rank reads. It announces that, and then
+reads the other ranks' shares. With R ranks this moves 2 / R of the bytes.
 
-The gather puts the ranks' shares of the logits side by side. A program copies some tiles of one
-rank's share. It announces its own share to that rank, and waits for the announcement of the
-counterpart there. A share must not be overwritten before the group has synchronised again, which
-the sums of the next pass do.
+The gather puts the ranks' columns of the logits side by side. A program copies some tiles of one
+rank's columns. It announces this rank's own columns to that rank, and waits for the announcement of
+its counterpart there. Columns must not be overwritten before the group has synchronised again,
+which the sums of the next pass do.
 """
 
 import torch
@@ -46,7 +48,7 @@ from specdec_kernels.linear.tiles import FEW_ROWS
 
 @triton.jit
 def wait_for_peers(flags, epoch):
-    """Wait until the counters at all addresses `flags` [N] have reached `epoch`."""
+    """Wait until all counters at the addresses `flags` [N] have reached `epoch`."""
     # Compare differences, because counters wrap around.
     behind = tl.min(load_acquired(flags, "sys") - epoch, axis=0)
     while behind < 0:
@@ -56,16 +58,16 @@ def wait_for_peers(flags, epoch):
 
 @triton.jit
 def part_of(addresses_ptr, rank, like_ptr):
-    """Pointer to a rank's parts, of the type of `like_ptr`."""
+    """Return a pointer to a rank's `Peers.parts`, of the same type as `like_ptr`."""
     found = tl.load(addresses_ptr + rank).to(tl.pointer_type(like_ptr.dtype.element_ty))
     return tl.multiple_of(found, 16)  # otherwise each load is only two bytes
 
 
 @triton.jit
 def sum_of_pushed(
-    part,  # [M, N / 2], addresses of this rank's numbers in pairs
+    part,  # [M, N / 2], pointers to this rank's numbers, in pairs
     pushed_ptr,  # [SIZE] int64
-    place,  # [M, N / 2], addresses of the tile in the words from one rank
+    place,  # [M, N / 2], indices of the tile's words among the words from one rank
     mask,  # [M, N / 2]
     count,
     PUSHED: tl.constexpr,
@@ -74,7 +76,8 @@ def sum_of_pushed(
     SIZE: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,
 ):
-    """The sum [M, N] fp32 of all ranks' tiles. Each rank writes its tile to all others."""
+    """Write this rank's tile to all other ranks, wait for theirs, and return the fp32 sum
+    [M, N]."""
     own = tl.load(part, mask=mask, other=0)
     stamp = count.to(tl.int64) << 32
     word = stamp | (own.to(tl.int64) & 0xFFFFFFFF)
@@ -108,7 +111,7 @@ def reduce_add_norm_kernel(
     scaled_ptr,  # [T, N], out; only with norm
     squares_ptr,  # [T, N / BLOCK_N] fp32, out; only with norm
     num_rows,
-    place,  # elements before the part in each rank's memory
+    place,  # elements before the buffer in each rank's memory
     residual_stride,
     N: tl.constexpr,
     RANK: tl.constexpr,
@@ -116,7 +119,7 @@ def reduce_add_norm_kernel(
     BLOCK_RANKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PUSHED: tl.constexpr,  # words of a rank in one place
+    PUSHED: tl.constexpr,  # words from one rank in one buffer
     SHARED_OUT: tl.constexpr,  # whether each rank sums a share of the rows
     DEPENDENT: tl.constexpr,
 ):
@@ -208,7 +211,7 @@ def reduce_add_norm_triton(
     assert norm_weight.shape == (width,) and residual.stride(1) == 1
     assert residual.dtype == peers.parts.dtype
     if num_rows > FEW_ROWS:
-        # The library computes matmuls of many rows, and needs a finished norm.
+        # cuBLAS computes matmuls over many rows, and needs a finished norm.
         hidden = reduce_parts_triton(peers, place, num_rows, residual)
         return Normed(hidden, rms_norm_triton(hidden, norm_weight, eps), None, eps)
     scaled = torch.empty((num_rows, width), dtype=residual.dtype, device=residual.device)
@@ -225,8 +228,11 @@ def reduce_parts_triton(
     residual: Tensor | None = None,
     norm: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """See `ops.reduce_parts`. residual: the stream to add. norm: its weight, and the outputs
-    `scaled` and `squares`."""
+    """Implement `ops.reduce_parts`, optionally with the first steps of `add_norm`.
+
+    residual: [T, N], added to the sum. norm: the norm's weight, and the tensors `scaled` and
+    `squares` of `Normed`, which are written.
+    """
     parts = peers.parts
     width = parts.shape[2]
     assert peers.take(place, num_rows, width) is not None
@@ -237,7 +243,7 @@ def reduce_parts_triton(
     pushed = peers.pushed if num_rows * width <= PUSHED_NUMBERS else None
     is_shared_out = norm is None and peers.size > 2 and num_rows * width >= SHARED_OUT_NUMBERS
     summed_rows = triton.cdiv(num_rows, peers.size) if is_shared_out else num_rows
-    # Flags belong to tiles, so use the same tiles for any number of rows above two.
+    # Each tile has its own flags, so more than two rows always use the same tiles.
     reduce_add_norm_kernel[(blocks, triton.cdiv(summed_rows, SUM_ROWS))](
         *(peers.addresses, peers.flags, peers.epochs if pushed is None else peers.pushes, pushed),
         *(residual, norm_weight, hidden, scaled, squares),

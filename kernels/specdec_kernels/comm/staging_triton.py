@@ -1,4 +1,4 @@
-"""Kernels that begin and end a captured pass. They read and write the host's memory."""
+"""Kernels that begin and end a captured pass. They read and write host memory."""
 
 import triton
 import triton.language as tl
@@ -10,14 +10,14 @@ from specdec_kernels.launch_triton import launch_options
 @triton.jit
 def fetch_staged_kernel(
     words_ptr,  # [N] int32, out
-    staged_ptr,  # [2, N] int32, the host's
+    staged_ptr,  # [2, N] int32, in host memory
     passes_ptr,  # [1] int32
     num_words,
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     piece = tl.load(passes_ptr) % 2
-    # Loads avoid all caches: the host has written since this kernel's last run.
+    # Bypass all caches: the host has written new values since this kernel last ran.
     word = tl.load(staged_ptr + piece * num_words + at, mask=at < num_words, cache_modifier=".cv")
     tl.store(words_ptr + at, word, mask=at < num_words)
 
@@ -26,8 +26,8 @@ def fetch_staged_kernel(
 def tell_tokens_kernel(
     passes_ptr,  # [1] int32, out
     tokens_ptr,  # [M] int64, or None
-    told_ptr,  # [2, B] int64, the host's, out
-    ended_ptr,  # [1] int32, the host's, out
+    told_ptr,  # [2, B] int64, in host memory, out
+    ended_ptr,  # [1] int32, in host memory, out
     num_tokens,
     num_rows,
     BLOCK: tl.constexpr,
@@ -45,7 +45,7 @@ def fetch_staged_triton(words: Tensor, staged: Tensor, passes: Tensor) -> None:
     """See `ops.fetch_staged`."""
     (num_words,) = words.shape
     assert staged.shape == (2, num_words) and staged.is_contiguous() and words.is_contiguous()
-    block = 1024  # 16 bytes a thread
+    block = 1024  # 16 bytes per thread
     grid = (triton.cdiv(num_words, block),)
     fetch_staged_kernel[grid](
         *(words, staged, passes, num_words), BLOCK=block, num_warps=8, **launch_options()

@@ -1,9 +1,9 @@
-"""The second half of the chosen experts' MLPs, for a few tokens, with residual and next norm.
+"""The down projections of the chosen experts, for a few tokens, with residual and next norm.
 
-A program computes some features of the stream for all tokens. It iterates over the plan's slots and
-adds the output of each slot's expert to the rows of the tokens that chose it. The weighted sum thus
-needs neither atomics nor a separate pass, and its order is fixed. With more tokens, several
-programs divide the slots, and the last of them adds up their sums.
+A program computes some features of the residual stream for all tokens. It loops over the plan's
+slots, one per chosen expert, and adds each expert's output to the rows of the tokens that chose it.
+The weighted sum thus needs neither atomics nor a separate pass, and its order is fixed. With more
+tokens, several programs divide the slots, and the last of them adds up their partial sums.
 """
 
 from typing import Any
@@ -74,7 +74,7 @@ def down_kernel(
     F: tl.constexpr,
     FORM: tl.constexpr,  # the form of a stored weight, else None
     TILES: tl.constexpr,
-    PREFETCH: tl.constexpr,  # numbers or bytes of each row of them
+    PREFETCH: tl.constexpr,  # elements of each weight row to prefetch
     DEPENDENT: tl.constexpr,
 ):
     SWAP: tl.constexpr = TILES.block_m < 16 or FORM is not None
@@ -107,8 +107,8 @@ def down_kernel(
     sums = zero_sums(TILES.block_m, TILES.block_n, TILES.slices, SWAP)
     if FORM is None:
         inside = depth_of(0, TILES.block_k, TILES.slices)
-        # Read the next expert's index one step ahead: if the address were loaded in the same step,
-        # loads of weights would get only half of the pipeline's buffers.
+        # Load the next expert's index one step ahead. If the index were loaded in the same step as
+        # the weights, their loads would get only half of the pipeline's buffers.
         expert = tl.load(experts_ptr + first, mask=first < last, other=0)
         bits = tl.load(chosen_ptr + first, mask=first < last, other=0)
         for step in range(first * CHUNKS, last * CHUNKS):
@@ -169,10 +169,11 @@ def down_add_norm_triton(
     norm_weight: Tensor,
     eps: float,
 ) -> Normed:
-    """The residual stream [T, N] plus the sum of the slots' products, for the norm that follows.
+    """Add the down projections of all chosen experts to the residual stream [T, N], and prepare the
+    norm that follows.
 
     Args:
-        x: [P, T, F] of `gate_up_triton`.
+        x: [P, T, F], the result of `gate_up_triton`.
     """
     num_rows, num_features = residual.shape
     width = experts.num_features
@@ -198,8 +199,8 @@ def down_add_norm_triton(
 
 
 def down_constants(width: int, experts: Experts, tiles: ExpertTiles, early: bool) -> dict[str, Any]:
-    """The kernel's constants and Triton's own options. early: whether the kernel starts before its
-    predecessor has ended."""
+    """Return the kernel's constants and Triton's own options. early: whether the kernel starts
+    before its predecessor has ended."""
     held = operands_of(experts.down)[0]
     prefetch = power_of_2_to(held.shape[-1])  # must not reach past the end of the weight
     ahead = tiles.ahead if early and prefetch * held.element_size() >= CACHE_LINE else 0

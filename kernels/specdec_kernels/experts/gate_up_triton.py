@@ -1,9 +1,8 @@
-"""The first half of the chosen experts' MLPs, for a few tokens.
+"""The gate and up projections of the chosen experts, for a few tokens.
 
-A program computes some features of the expert in one slot of the plan, for all tokens, and loads
-only the rows of tokens that chose the expert. It reads its part of the weight once for any number
-of tokens. Results are multiplied by the routing weights here, in fp32, so that the next matmul only
-needs to sum.
+A program computes some features of the expert in one slot of the plan. It loads only the rows of
+tokens that chose the expert, and reads its weights once for any number of tokens. The results are
+multiplied by the routing weights here, in fp32, so that the next matmul only needs to sum.
 """
 
 from typing import Any
@@ -42,13 +41,14 @@ CLAMPED_KIND = tl.constexpr(CLAMPED)
 
 @triton.jit
 def has_chosen(bits, row):
-    """True for tokens `row` [M] that chose the expert of a slot. bits: its `ExpertPlan.chosen`."""
+    """Return True for tokens `row` [M] that chose a slot's expert. bits: the slot's value of
+    `ExpertPlan.chosen`."""
     return ((bits >> row.to(tl.int64)) & 1) != 0
 
 
 @triton.jit
 def gated(gate, up, slope, limit, ACTIVATION: tl.constexpr):
-    """See `reference.activated`."""
+    """Apply the activation to the gate and multiply it by up, as `reference.activated` does."""
     if ACTIVATION == CLAMPED_KIND:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
@@ -107,7 +107,7 @@ def gate_up_kernel(
     row_live = has_chosen(tl.load(chosen_ptr + slot), row)
     gate_at = expert * 2 * num_features + gate_row
     up_at = expert * 2 * num_features + up_row
-    # Load the epilogue's operands before the loop, so that it does not wait for them.
+    # Load the epilogue's operands before the loop, so that the epilogue need not wait for them.
     weight = tl.load(weights_ptr + slot * num_rows + row, mask=row_live, other=0.0)
     if SCALED:
         factor = tl.load(factors_ptr + row, mask=row_live, other=0.0)
@@ -158,12 +158,12 @@ def gate_up_kernel(
 
 
 def gate_up_triton(x: Tensor, plan: ExpertPlan, experts: Experts, tiles: ExpertTiles) -> Tensor:
-    """Gated features of each slot's tokens, times their routing weights: [P, T, F].
+    """Return the gated features of each slot's tokens, times their routing weights: [P, T, F].
 
     Rows of tokens that did not choose a slot's expert are undefined.
 
     Args:
-        x: [T, K], rows contiguous; the plan's factors multiply the results of its rows.
+        x: [T, K], rows contiguous. The results for row t are multiplied by the plan's factor t.
     """
     (num_rows, width), num_features = x.shape, experts.num_features
     slots = len(plan.experts)
@@ -183,7 +183,8 @@ def gate_up_triton(x: Tensor, plan: ExpertPlan, experts: Experts, tiles: ExpertT
 def gate_up_constants(
     width: int, scaled: bool, experts: Experts, tiles: ExpertTiles
 ) -> dict[str, Any]:
-    """Constants of the kernel and Triton's own options."""
+    """Return the kernel's constants and Triton's own options. scaled: whether the plan has
+    factors."""
     return options_of(tiles) | {
         "K": width,
         "SCALED": scaled,

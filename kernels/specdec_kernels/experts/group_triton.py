@@ -1,9 +1,8 @@
-"""The router of more tokens: logits, experts, weights, and pairs grouped by expert, in one kernel.
+"""The router for more tokens: logits, experts, weights, and pairs grouped by expert, in one kernel.
 
-Each program computes the logits of some tokens and experts. The last program for each tile of
-tokens chooses their experts, and stores each pair of a token and an expert at the expert's next
-free place. The order of an expert's pairs thus varies, but no result depends on it. The host reads
-nothing.
+Each program computes the logits of some tokens and experts. The last program to finish a tile of
+tokens chooses their experts, and appends each pair of a token and an expert to the expert's list.
+The order of an expert's pairs thus varies, but no result depends on it. The host reads nothing.
 """
 
 from functools import partial
@@ -23,13 +22,13 @@ from specdec_kernels.experts.route_triton import (
 from specdec_kernels.launch_triton import is_last
 from specdec_kernels.linear.reference import Normed
 
-SIZES = tl.constexpr(1024)  # counters of programs, before those of experts' pairs
+SIZES = tl.constexpr(1024)  # index of the first counter of pairs; those before count programs
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def group_kernel(
     x_ptr,  # [T, K]
-    squares_ptr,  # [T, P] fp32, sums of squares of parts of each row; only with PARTS
+    squares_ptr,  # [T, P] fp32, partial sums of squares of each row; only with PARTS
     router_ptr,  # [E, K]
     bias_ptr,  # [E], or None
     choice_bias_ptr,  # [E], or None
@@ -84,7 +83,7 @@ def group_kernel(
 
 
 def group_triton(x: Normed, experts: Experts) -> PairGroups:
-    """The groups of some tokens, x [T, K]."""
+    """Choose the experts of the tokens x [T, K], and return the pairs grouped by expert."""
     num_rows = len(x.scaled)
     assert num_rows < SIZES.value
     empty = partial(torch.empty, dtype=torch.float32, device=x.scaled.device)

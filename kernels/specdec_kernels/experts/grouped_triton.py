@@ -1,10 +1,10 @@
 """The experts' matmuls over tokens grouped by expert.
 
-A program computes some features of one expert for the expert's pairs, one block at a time. There is
-nearly always one block, so each weight is read once; with more blocks, the weight is still in the
-L2 cache. Because the grid covers all experts, the host needs no counts from the device. Features
-are the rows of the matmul and pairs its columns, so that tensor cores read the weights where they
-were loaded.
+A program computes some features of one expert for all of the expert's pairs, one block of pairs at
+a time. An expert nearly always has one block, so each weight is read once. With more blocks, the
+weight is still in the L2 cache. The grid covers all experts, so the host needs no counts from the
+device. Features are the rows of the matmul and pairs its columns, so that tensor cores can read the
+weights from where they were loaded.
 """
 
 from typing import Any
@@ -150,9 +150,9 @@ def grouped_product(
 ) -> Tensor:
     """Compute one of the experts' two matmuls for every pair of a token and an expert.
 
-    is_gate: returns gated features [T * C, F] of x [T, K], rows contiguous; the groups' factors
-    multiply the results of its rows. Otherwise returns each pair's output [T * C, N], without its
-    weight, from features [T * C, F].
+    With `is_gate`, x is [T, K], rows contiguous, and the result is the gated features [T * C, F];
+    results for row t are multiplied by the groups' factor t. Otherwise x is those features, and the
+    result is each pair's output [T * C, N], not yet multiplied by its routing weight.
     """
     if not is_gate:
         groups = groups._replace(factors=None)
@@ -177,7 +177,8 @@ def grouped_product(
 def grouped_constants(
     width: int, scaled: bool, experts: Experts, tiles: GroupTiles, is_gate: bool
 ) -> dict[str, Any]:
-    """Constants of the kernel and Triton's own options."""
+    """Return the kernel's constants and Triton's own options. scaled: whether the groups have
+    factors."""
     return options_of(tiles) | {
         "FORM": form_of(experts.gate_up if is_gate else experts.down),
         "TILES": tiles,
@@ -197,8 +198,8 @@ def grouped_mixture_add_norm(
     norm_weight: Tensor,
     eps: float,
 ) -> Normed:
-    """The part of `ops.mixture_add_norm` after the router. tiles: those of gate and up, and those
-    of down."""
+    """Compute `ops.mixture_add_norm` from the router's groups. tiles: the tiles of gate and up, and
+    the tiles of down."""
     inner = grouped_product(x.scaled, groups, experts, tiles[0], is_gate=True)
     parts = grouped_product(inner, groups, experts, tiles[1], is_gate=False)
     return combine_triton(parts, None, groups.weights, x.hidden, norm_weight, eps)

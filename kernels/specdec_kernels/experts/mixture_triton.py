@@ -1,6 +1,6 @@
-"""The second half of a decoder layer with experts on CUDA.
+"""The second half of a decoder layer with experts on CUDA: chooses the kernels.
 
-Few tokens use three kernels, more tokens four, and many tokens the library's matmuls.
+Few tokens take three kernels, more tokens take four, and many tokens use torch's grouped matmuls.
 """
 
 from typing import TypeVar
@@ -56,7 +56,7 @@ def mixture_add_norm_triton(x: Normed, experts: Experts, norm_weight: Tensor, ep
 def readable(
     experts: Experts, tiles: tuple[AnyTiles, AnyTiles], dtype: torch.dtype
 ) -> tuple[Experts, tuple[AnyTiles, AnyTiles]]:
-    """Experts with both weights in the form that `fitted` gives, and their tiles."""
+    """Return the experts with both weights in the form that `fitted` returns, and their tiles."""
     gate_up, first = fitted(experts.gate_up, tiles[0], dtype)
     down, second = fitted(experts.down, tiles[1], dtype)
     return experts._replace(gate_up=gate_up, down=down), (first, second)
@@ -65,8 +65,8 @@ def readable(
 def fitted(
     weight: Tensor | Stored, tiles: AnyTiles, dtype: torch.dtype
 ) -> tuple[Tensor | Stored, AnyTiles]:
-    """A weight in the form that the kernels read, and tiles for it. It stays quantised if slices
-    fit its groups."""
+    """Return a weight in a form that the kernels can read, and tiles for it. A quantised weight
+    stays quantised if the tiles can be cut to fit its groups; otherwise it is dequantised."""
     if isinstance(weight, Tensor):
         return weight, tiles
     deep = tiles._replace(block_k=max(tiles.block_k, BLOCK))

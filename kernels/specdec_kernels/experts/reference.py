@@ -2,9 +2,9 @@
 
 A router scores all experts for each token, and the token passes through the few with the highest
 scores (Shazeer et al., arXiv 1701.06538). Scores are rounded as transformers rounds them. Sigmoid
-scores, with groups of experts and a bias that only affects the choice, are DeepSeek-V3's (arXiv
-2412.19437). Legend: T packed tokens, K features read and N written (both the stream's), E experts,
-F features inside an expert, C experts that a token chooses.
+scores, with groups of experts and a bias that only affects the choice, come from DeepSeek-V3 (arXiv
+2412.19437). Legend: T packed tokens; K and N features of the residual stream, read and written; E
+experts; F features inside an expert; C experts per token.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from specdec_kernels.linear.reference import Normed, gate, normed
 from specdec_kernels.linear.stored import Stored, plain_of
 
 CLAMPED = "clamped"  # an activation that only experts have, see `activated`
-TINY = 1e-20  # added to the sum of sigmoids by which weights are divided
+TINY = 1e-20  # added to a sum of sigmoids before weights are divided by it
 
 
 class Routing(NamedTuple):
@@ -38,10 +38,10 @@ class Routing(NamedTuple):
     num_groups: int = 1
     """With `sigmoid`: the number of groups, of equal size, of consecutive experts."""
     kept_groups: int = 1
-    """With `num_groups` > 1: the number of groups to choose from. These are the groups whose two
-    highest scores have the largest sum."""
+    """With `num_groups` > 1: the number of groups from which a token may choose experts. These are
+    the groups whose two highest scores have the largest sum."""
     scaling: float = 1.0
-    """With `sigmoid`: a factor of the weights."""
+    """With `sigmoid`: multiplies the weights."""
 
 
 class Experts(NamedTuple):
@@ -50,7 +50,8 @@ class Experts(NamedTuple):
     router: Tensor
     """[E, K], the router's weight."""
     gate_up: Tensor | Stored
-    """[E, 2F, K], the gate's rows first; with `interleaved` gate and up in turn."""
+    """[E, 2F, K], first the gate's rows, then those of up. With `interleaved`, rows of gate and up
+    alternate."""
     down: Tensor | Stored
     """[E, N, F], the down projections."""
     routing: Routing
@@ -59,7 +60,8 @@ class Experts(NamedTuple):
     router_bias: Tensor | None = None
     """[E], added to the router's logits."""
     choice_bias: Tensor | None = None
-    """[E], with `Routing.sigmoid`: added to the scores that choose, not to the weights."""
+    """[E], with `Routing.sigmoid`: added to the scores when experts are chosen, but not to the
+    weights."""
     gate_up_bias: Tensor | None = None
     """[E, 2F], in the order of `gate_up`."""
     down_bias: Tensor | None = None
@@ -68,9 +70,9 @@ class Experts(NamedTuple):
     slope: float = 1.702
     """CLAMPED: the factor inside the sigmoid."""
     limit: float = 7.0
-    """CLAMPED: the limit of the gate and of the absolute value of up."""
+    """CLAMPED: the maximum of the gate and of the absolute value of up."""
     read: Tensor | None = None
-    """[1] int32, out: the number of experts that the last call has read."""
+    """[1] int32, out: the number of experts that the last call chose and whose weights it read."""
 
     @property
     def num_experts(self) -> int:
@@ -88,11 +90,11 @@ class Routes(NamedTuple):
     experts: Tensor
     """[T, C] int64, their indices."""
     weights: Tensor
-    """[T, C], the factors of their outputs."""
+    """[T, C], by which the experts' outputs are multiplied."""
 
 
 def logits_of(x: Tensor, experts: Experts) -> Tensor:
-    """The router's logits [T, E] for x [T, K]. They are in fp32 or wider if scores are sigmoids."""
+    """Return the router's logits [T, E] for x [T, K]; in fp32 or wider if scores are sigmoids."""
     router, bias = experts.router, experts.router_bias
     if experts.routing.sigmoid:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -101,7 +103,8 @@ def logits_of(x: Tensor, experts: Experts) -> Tensor:
 
 
 def routes_of(logits: Tensor, routing: Routing, choice_bias: Tensor | None = None) -> Routes:
-    """Experts and weights from a router's logits [T, E]; choice_bias: as in `Experts`."""
+    """Choose experts and compute their weights from a router's logits [T, E]. choice_bias: as in
+    `Experts`."""
     if routing.sigmoid:
         return _routes_by_sigmoids(logits, routing, choice_bias)
     if not routing.softmax_first:
@@ -133,9 +136,10 @@ def _routes_by_sigmoids(logits: Tensor, routing: Routing, choice_bias: Tensor | 
 
 
 def activated(gate_up: Tensor, experts: Experts) -> Tensor:
-    """The gate's activation times up, [..., F] from [..., 2F].
+    """Apply the activation to the gate and multiply it by up: [..., F] from [..., 2F].
 
-    CLAMPED is gpt-oss's: min(gate, limit) * sigmoid(slope * gate) * (clamped up + 1).
+    CLAMPED is gpt-oss's activation. With g = min(gate, limit) and u = up clamped to +-limit, it is
+    g * sigmoid(slope * g) * (u + 1).
     """
     if experts.interleaved:
         gate_up = gate_up.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
@@ -148,7 +152,8 @@ def activated(gate_up: Tensor, experts: Experts) -> Tensor:
 
 
 def mixture_reference(x: Tensor, routes: Routes, experts: Experts) -> Tensor:
-    """The weighted sum [T, N] of the chosen experts' outputs for x [T, K]; reads on the host."""
+    """Return the weighted sum [T, N] of the chosen experts' outputs for x [T, K]. The host reads
+    the routes."""
     num_rows, count = routes.experts.shape
     order = routes.experts.flatten().argsort(stable=True)
     sizes = torch.bincount(routes.experts.flatten(), minlength=experts.num_experts).tolist()
@@ -173,10 +178,12 @@ def mixture_reference(x: Tensor, routes: Routes, experts: Experts) -> Tensor:
 
 @kernel("specdec_kernels.experts.mixture_triton:mixture_add_norm_triton")
 def mixture_add_norm(x: Normed, experts: Experts, norm_weight: Tensor, eps: float) -> Normed:
-    """x plus the weighted sum of the chosen experts' outputs, prepared for the norm that follows.
-    x: [T, K], as `linear_add_norm` or `add_norm` returned it. experts: contiguous; its `read` is
-    written. norm_weight, eps: [K], those of the next layer's norm, or of the last one. Returns the
-    new residual stream, in `hidden`, and the input of the next matmul.
+    """Add the weighted sum of the chosen experts' outputs to the residual stream, and apply the
+    norm that follows.
+
+    x: [T, K], as returned by `linear_add_norm` or `add_norm`. experts: contiguous; `experts.read`
+    is written. norm_weight: [K], like eps of the next layer's norm, or of the final norm. Returns
+    the new residual stream, in `hidden`, and the input of the next matmul.
     """
     assert x.squares is None
     routes = routes_of(logits_of(x.scaled, experts), experts.routing, experts.choice_bias)

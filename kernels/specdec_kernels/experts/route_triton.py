@@ -1,8 +1,8 @@
-"""The router of a few tokens: logits, experts, weights and the plan, in one kernel.
+"""The router for a few tokens: logits, experts, weights and the plan, in one kernel.
 
-Each program computes the logits of some tokens and experts. The last program to finish has all
-logits, chooses experts and writes the plan. The router's weight is loaded into registers before the
-wait, because each program's part is small.
+Each program computes the logits of some tokens and experts. The last program to finish reads all
+logits, chooses the experts and writes the plan. Each program reads only a few rows of the router's
+weight, so it loads them into registers before it waits for the preceding kernel.
 """
 
 from functools import partial
@@ -36,8 +36,8 @@ LEAST = tl.constexpr(TINY)
 
 @triton.jit
 def load_tile(rows_ptr, live, start, K: tl.constexpr, DEPTH: tl.constexpr, SLICES: tl.constexpr):
-    """DEPTH numbers of each row from `start` on, with zeros past the end. Rows have K numbers, at
-    pointers [R]."""
+    """Load DEPTH numbers of each row from `start` on, with zeros past the row's end. rows_ptr: [R],
+    pointers to rows of K numbers."""
     k = depth_of(start, DEPTH, SLICES)
     mask = along_rows(live, SLICES) & along_depth(k < K, SLICES)
     return tl.load(tile_at(rows_ptr, k, SLICES), mask=mask, other=0.0)
@@ -45,17 +45,17 @@ def load_tile(rows_ptr, live, start, K: tl.constexpr, DEPTH: tl.constexpr, SLICE
 
 @triton.jit
 def chosen_of(scores, known, NUM_CHOSEN: tl.constexpr):
-    """1 for fp32 scores [M, E] that are among the highest of their row. The first of equal scores
-    counts.
+    """Return int32 [M, E], 1 for the NUM_CHOSEN highest of each row's fp32 scores [M, E], else 0.
+    Of equal scores the first wins.
 
     known: [1, E], false past the last expert.
     """
     column = tl.arange(0, scores.shape[1])
-    # One integer orders experts by score, and then by column. Its maximum is faster than a maximum
-    # over pairs of score and column.
+    # One integer holds score and column. Its maximum is faster to compute than a maximum over pairs
+    # of score and column.
     bits = scores.to(tl.int32, bitcast=True)
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-    # A row of NaN must not choose an index past the last expert, where there is no weight.
+    # Even a row of NaNs must not choose an index past the last expert, where there is no weight.
     left = tl.where(known, (order << 16) - column[None, :], NONE)
     chosen = tl.zeros(scores.shape, tl.int32)
     for _ in range(NUM_CHOSEN):
@@ -67,8 +67,8 @@ def chosen_of(scores, known, NUM_CHOSEN: tl.constexpr):
 
 @triton.jit
 def in_best_groups(scores, num_experts, ROUTING: tl.constexpr):
-    """True for scores [M, E] of groups that are kept. The first of equal groups are kept; see
-    `Routing`."""
+    """Return True for scores [M, E] in the groups that `Routing.kept_groups` keeps. Of equal groups
+    the first wins."""
     column = tl.arange(0, scores.shape[1])[None, :]
     group = column // (num_experts // ROUTING.num_groups)
     totals = tl.full(scores.shape, float("-inf"), tl.float32)
@@ -87,7 +87,7 @@ def in_best_groups(scores, num_experts, ROUTING: tl.constexpr):
 
 @triton.jit
 def weights_by_sigmoids(logits, known, choice_bias, num_experts, ROUTING: tl.constexpr):
-    """`weights_of` with `Routing.sigmoid`."""
+    """Compute `weights_of` for routers with `Routing.sigmoid`."""
     scores = tl.sigmoid(logits)
     ranks = scores + choice_bias[None, :]
     if ROUTING.num_groups > 1:
@@ -101,9 +101,9 @@ def weights_by_sigmoids(logits, known, choice_bias, num_experts, ROUTING: tl.con
 
 @triton.jit
 def weights_of(logits, known, choice_bias, num_experts, dtype: tl.constexpr, ROUTING: tl.constexpr):
-    """The chosen experts [M, E] and their fp32 weights, 0 elsewhere; see `routes_of`.
+    """Return the chosen experts, 1 or 0 [M, E], and their fp32 weights [M, E], 0 for the others.
 
-    choice_bias: fp32 [E].
+    They follow `routes_of`. choice_bias: fp32 [E].
     """
     if ROUTING.sigmoid:
         chosen, weights = weights_by_sigmoids(logits, known, choice_bias, num_experts, ROUTING)
@@ -126,7 +126,7 @@ def weights_of(logits, known, choice_bias, num_experts, dtype: tl.constexpr, ROU
 
 @triton.jit
 def load_choice_bias(choice_bias_ptr, num_experts, BLOCK_ALL: tl.constexpr):
-    """The bias of each expert's score [BLOCK_ALL] in fp32, zeros for none."""
+    """Load the bias of each expert's score in fp32 [BLOCK_ALL]; zeros if there is none."""
     column = tl.arange(0, BLOCK_ALL)
     bias = tl.zeros([BLOCK_ALL], tl.float32)
     if choice_bias_ptr is not None:
@@ -138,8 +138,7 @@ def load_choice_bias(choice_bias_ptr, num_experts, BLOCK_ALL: tl.constexpr):
 
 @triton.jit
 def load_routes(logits_ptr, choice_bias, row, num_rows, num_experts, ROUTING: tl.constexpr):
-    """Return `weights_of` for the token rows `row` [M], from the logits that all programs
-    stored."""
+    """Return `weights_of` for tokens `row` [M], from the logits that all programs have stored."""
     column = tl.arange(0, choice_bias.shape[0])
     known = (column < num_experts)[None, :]
     # Rows past the last one repeat it, so that no row is divided by zero.
@@ -167,8 +166,8 @@ def store_logits(
     TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Compute the logits of some tokens and experts, as the first part of a program. This waits for
-    the predecessor. The arguments are those of `route_kernel`.
+    """Compute and store the logits of some tokens and experts, as the first step of a program. This
+    waits for the preceding kernel. The arguments are those of `route_kernel`.
     """
     DEPTH: tl.constexpr = TILES.depth
     SLICES: tl.constexpr = TILES.slices
@@ -215,7 +214,7 @@ def store_logits(
 @triton.jit(do_not_specialize=["num_rows"])
 def route_kernel(
     x_ptr,  # [T, K]
-    squares_ptr,  # [T, P] fp32, sums of squares of parts of each row; only with PARTS
+    squares_ptr,  # [T, P] fp32, partial sums of squares of each row; only with PARTS
     router_ptr,  # [E, K]
     bias_ptr,  # [E], or None
     choice_bias_ptr,  # [E], or None
@@ -262,7 +261,7 @@ def route_kernel(
 
 
 def route_triton(x: Normed, experts: Experts) -> ExpertPlan:
-    """The plan of at most FEW_TOKENS tokens, x [T, K]."""
+    """Choose the experts of at most FEW_TOKENS tokens x [T, K], and return the plan."""
     num_rows = len(x.scaled)
     assert 0 < num_rows <= FEW_TOKENS
     slots = min(experts.num_experts, num_rows * experts.routing.num_chosen)
@@ -281,7 +280,8 @@ def route_triton(x: Normed, experts: Experts) -> ExpertPlan:
 def launch_router(
     kernel: Any, x: Normed, experts: Experts, out: tuple[Tensor | None, ...], **constants: Any
 ) -> None:
-    """Launch a kernel with the arguments of `route_kernel`, and `out` in place of the plan."""
+    """Launch a router kernel. Its arguments are those of `route_kernel`, with the tensors `out` in
+    place of the plan's."""
     rows, (num_rows, width) = x.scaled, x.scaled.shape
     num_experts, squares = experts.num_experts, x.squares
     assert rows.stride(1) == 1 and (squares is None or squares.is_contiguous())
@@ -302,8 +302,8 @@ def launch_router(
 
 
 def router_constants(parts: int, experts: Experts, itemsize: int) -> dict[str, Any]:
-    """The constants of both routers and Triton's own options. parts: the number of sums of squares
-    of each token."""
+    """Return the constants of both routers and Triton's own options. parts: the number of partial
+    sums of squares per token."""
     num_experts, width = experts.router.shape
     tiles = router_tiles(width, itemsize)
     return {

@@ -1,4 +1,4 @@
-"""Mixtures of experts over many tokens: library matmuls over tokens sorted by expert."""
+"""Mixtures of experts for many tokens: torch's grouped matmuls over tokens sorted by expert."""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from specdec_kernels.linear.reference import Normed
 @triton.jit
 def combine_kernel(
     parts_ptr,  # [T * C, K]
-    places_ptr,  # [T, C] int64, rows of `parts`; None for those of pairs in order
+    places_ptr,  # [T, C] int64, rows of `parts`; None if pairs are in order
     weights_ptr,  # [T, C]
     residual_ptr,  # [T, K]
     norm_ptr,  # [K]
@@ -55,11 +55,12 @@ def combine_triton(
     norm_weight: Tensor,
     eps: float,
 ) -> Normed:
-    """The residual stream plus the weighted sum of each token's parts, and its norm.
+    """Add the weighted sum of each token's expert outputs to the residual stream, and apply the
+    norm.
 
     Args:
-        parts: [T * C, K], contiguous.
-        places: [T, C] int64, the row of `parts` of each choice; None if it is t * C + c.
+        parts: [T * C, K], contiguous, the output of each pair of a token and an expert.
+        places: [T, C] int64, the row of `parts` for each pair; None if it is t * C + c.
         weights: [T, C].
         residual: [T, K], rows contiguous.
     """
@@ -85,7 +86,8 @@ def combine_triton(
 
 
 def sorted_mixture_add_norm(x: Normed, experts: Experts, norm_weight: Tensor, eps: float) -> Normed:
-    """`ops.mixture_add_norm` for a normed x, [T, K]. It reads nothing on the host."""
+    """Compute `ops.mixture_add_norm` for an x [T, K] whose norm is finished. The host reads
+    nothing."""
     assert x.squares is None
     routes = routes_of(logits_of(x.scaled, experts), experts.routing, experts.choice_bias)
     if experts.read is not None:
@@ -96,8 +98,8 @@ def sorted_mixture_add_norm(x: Normed, experts: Experts, norm_weight: Tensor, ep
 
 
 def sorted_parts(x: Tensor, routes: Routes, experts: Experts) -> tuple[Tensor, Tensor]:
-    """The outputs [T * C, N] of all choices for x [T, K], sorted by expert, and the row [T, C] of
-    each choice."""
+    """Compute the outputs of all chosen experts for x [T, K]. Return them sorted by expert,
+    [T * C, N], and the row [T, C] of each token's outputs among them."""
     count = routes.experts.shape[1]
     chosen, order = routes.experts.flatten().sort(stable=True)
     all_experts = torch.arange(experts.num_experts, device=x.device)
@@ -117,6 +119,7 @@ def sorted_parts(x: Tensor, routes: Routes, experts: Experts) -> tuple[Tensor, T
 def _products(
     x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, ends: Tensor
 ) -> Tensor:
-    """Multiply x [S, K], sorted by expert, by the weights [E, N, K] of its experts `chosen` [S]."""
+    """Multiply x [S, K], sorted by expert, by the weights [E, N, K] of its experts `chosen` [S].
+    ends: int32 [E], the row after each expert's last one."""
     out = F.grouped_mm(x, weight.transpose(-1, -2), offs=ends)
     return out if bias is None else out + bias[chosen]

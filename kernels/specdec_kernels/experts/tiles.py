@@ -6,32 +6,33 @@ from specdec_kernels.gpu import SHARED_MEMORY
 from specdec_kernels.linear.tiles import SCRATCH
 from specdec_kernels.tiles import Case, first_fit
 
-MANY_TOKENS = 512  # maximum tokens to group; more tokens are sorted for the library
+MANY_TOKENS = 512  # maximum tokens for `grouped_triton`; more tokens take `sorted_triton`
 
 
 class ExpertTiles(NamedTuple):
     """Launch configuration of the kernels of `gate_up_triton` and `down_triton`."""
 
-    block_m: int  # at least the number of tokens; below 16 tokens are the columns of mma.sync
+    block_m: int  # at least the number of tokens; if below 16, tokens are the matmul's columns
     block_n: int  # features per program
-    block_k: int  # step along the sum
-    slices: int  # parts of block_k, each for some warps
-    splits: int  # parts of the list of chosen experts, one per program; 1 for gate and up
-    ahead: int  # slots whose weights a program prefetches before the wait; 0 for gate and up
+    block_k: int  # step along the reduction dimension
+    slices: int  # equal divisions of block_k, each for some of the warps
+    splits: int  # programs that divide the list of chosen experts; 1 for gate and up
+    ahead: int  # experts whose weights a program prefetches before the wait; 0 for gate and up
     num_warps: int
     num_stages: int
 
 
 # Tiles of gate and up, and of down, by maximum tokens (scripts/bench/experts.py, experts of 2048 x
-# 768). From 8 tokens on, a program has so many slots that splitting them pays, although the last
-# program of a block must wait for the others.
+# 768). From 8 tokens on, there are so many chosen experts that dividing them among programs pays,
+# although the last program of a block must wait for the others.
 H200 = (
     Case((ExpertTiles(8, 64, 128, 1, 1, 0, 4, 4), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 5)), (2,)),
     Case((ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 5)), (8,)),
     Case((ExpertTiles(16, 32, 256, 1, 1, 0, 4, 3), ExpertTiles(16, 32, 128, 1, 8, 2, 4, 5)), (16,)),
 )
-# Tiles for stored weights, which are the left operand for any number of tokens. Up to 16 tokens use
-# them, even if each expert has some tokens. `STORED_GROUPS` was not measured for so few.
+# Tiles for quantised weights, which are the left operand for any number of tokens. Up to 16 tokens
+# use these tiles, even if every expert has some tokens: `STORED_GROUPS` was not measured for so few
+# tokens.
 STORED = (
     Case((ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 4)), (2,)),
     Case((ExpertTiles(8, 16, 256, 4, 1, 0, 4, 4), ExpertTiles(8, 16, 256, 4, 8, 2, 4, 4)), (8,)),
@@ -43,8 +44,8 @@ PARTIAL_SUMS = max(down.splits for (_, down), *_ in H200)
 def choose_expert_tiles(
     num_rows: int, itemsize: int, stored: bool = False
 ) -> tuple[ExpertTiles, ExpertTiles]:
-    """Tiles of gate and up, and of down, for T = `num_rows` tokens. stored: whether they are for
-    stored weights; `fitted_to` fits those to the groups."""
+    """Return tiles of gate and up, and of down, for T = `num_rows` tokens. stored: whether the
+    weights are quantised; `mixture_triton.fitted` then fits the tiles to the weights' groups."""
     found = first_fit(STORED if stored else H200, (num_rows,))
     assert found is not None
     gate_up, down = found
@@ -59,13 +60,13 @@ class RouterTiles(NamedTuple):
 
     block_m: int  # tokens per program, the columns of one matmul
     block_e: int  # experts per program, the rows of the matmul
-    depth: int  # step along the sum
-    slices: int  # parts of that step, one per warp
+    depth: int  # step along the reduction dimension
+    slices: int  # equal divisions of that step, one per warp
     early: int  # values of each router row to load before the wait
 
 
 def router_tiles(width: int, itemsize: int) -> RouterTiles:
-    """Tiles for rows of `width` values."""
+    """Return tiles for rows of `width` values of `itemsize` bytes."""
     return RouterTiles(8, 16, 2048 // itemsize, 8, min(width, 8192 // itemsize))
 
 
@@ -74,10 +75,10 @@ class GroupTiles(NamedTuple):
 
     block_m: int  # pairs of an expert in one step
     block_n: int  # features per program
-    block_k: int  # step along the sum
+    block_k: int  # step along the reduction dimension
     num_warps: int
     num_stages: int
-    slices: int = 1  # parts of block_k; more for stored weights, and those that are made plain
+    slices: int = 1  # equal divisions of block_k; more than one for quantised weights
 
 
 # Tiles of gate and up, and of down, by maximum average pairs per expert. Some experts have three
@@ -104,8 +105,9 @@ def choose_group_tiles(
     room: int = SHARED_MEMORY,
     stored: bool = False,
 ) -> tuple[GroupTiles, GroupTiles] | None:
-    """Tiles of gate and up, and of down, for T = `num_rows` tokens; None if the library is faster.
-    room: bytes of shared memory that a program can have. stored: whether weights are stored."""
+    """Return tiles of gate and up, and of down, for T = `num_rows` tokens; None if the path of
+    `sorted_triton` is faster. room: bytes of shared memory that a program can use. stored: whether
+    the weights are quantised."""
     pairs = num_rows * num_chosen / num_experts
     found = first_fit(STORED_GROUPS if stored else H200_GROUPS, (pairs,))
     if found is None or not 0 < num_rows <= MANY_TOKENS:
@@ -114,8 +116,8 @@ def choose_group_tiles(
 
 
 def _fitted(tiles: GroupTiles, weights: int, itemsize: int, room: int) -> GroupTiles:
-    """Tiles for 16 bits, fitted to other types and to `room`. weights: the number of weights that a
-    program reads."""
+    """Fit tiles for 16-bit weights to `itemsize` and to `room`. weights: the number of weight tiles
+    that a program reads per step."""
     if itemsize > 2:
         tiles = tiles._replace(block_k=tiles.block_k // 2)
     if room >= SHARED_MEMORY:

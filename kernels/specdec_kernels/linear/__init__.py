@@ -1,1 +1,1 @@
-"""Matmuls of a decoder layer, with the norm, gate and sum around them."""
+"""Matmuls of a decoder layer, with the norm, gate and residual around them."""

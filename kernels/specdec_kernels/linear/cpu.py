@@ -1,9 +1,10 @@
-"""Matmuls on a CPU, and the weight forms for them.
+"""Matmuls on a CPU, and the layouts of their weights.
 
-For 2 to 16 rows of fp32 torch's MKL takes 2 to 5 times as long as oneDNN with packed weights on AMD
-(Zen 4), and 0.6 to 0.9 times as long on Intel (Sapphire Rapids). In bf16 oneDNN is faster on both.
-The packed order is opaque, so only small fp32 weights are kept in both forms: a oneDNN call costs
-15 us, or 60 us with cold caches. Legend: T packed tokens, K features read, N features written.
+For 2 to 16 rows of fp32, torch's MKL takes 2 to 5 times as long as oneDNN with packed weights on
+AMD (Zen 4), and 0.6 to 0.9 times as long on Intel (Sapphire Rapids). In bf16 oneDNN is faster on
+both. Small fp32 weights are kept both plain and packed: single rows use the plain one, because a
+oneDNN call costs 15 us, or 60 us with cold caches, and its layout is opaque to other code. Legend:
+T packed tokens, K features read, N features written.
 """
 
 import platform
@@ -20,20 +21,23 @@ from specdec_kernels.linear.stored import Stored
 
 SMALL = 3 << 15  # weights up to this size are not packed, which is faster for 1 to 5 rows
 BOTH = 1 << 19  # fp32 weights up to this size also keep their plain form, for single rows
-_ROWS = 8  # number of rows for which oneDNN chooses its layout, which is the same for 2 to 64 rows
+_ROWS = 8  # the row count given to oneDNN; it chooses the same layout for 2 to 64 rows
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight [N, K] for matmuls on a CPU, made by `ops.pack_weight`. blocks: in oneDNN's opaque
-    layout. plain: [N, K] for small weights; otherwise None."""
+    """A weight [N, K] for matmuls on a CPU, made by `ops.pack_weight`.
+
+    blocks: the weight in oneDNN's opaque layout. plain: also the plain [N, K] for small weights;
+    otherwise None.
+    """
 
     blocks: Tensor
     plain: Tensor | None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of `blocks`, without the padding of the last ones."""
+        """The bytes of `blocks`, without padding at the end."""
         return self.blocks.numel() * self.blocks.dtype.itemsize
 
 
@@ -41,7 +45,7 @@ Weight = Tensor | PackedWeight | Stored
 
 
 def pays_to_pack(dtype: torch.dtype) -> bool:
-    """True if packed oneDNN matmuls in this dtype are faster on this machine."""
+    """Return whether oneDNN with packed weights is the faster way for this dtype on this CPU."""
     if vendor() not in ("AuthenticAMD", "GenuineIntel") or not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
@@ -51,7 +55,7 @@ def pays_to_pack(dtype: torch.dtype) -> bool:
 
 @lru_cache
 def vendor() -> str:
-    """The processor's vendor: "AuthenticAMD" or "GenuineIntel" on x86; "" if unknown."""
+    """Return the processor's vendor, "AuthenticAMD" or "GenuineIntel" on x86; "" if unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -61,27 +65,27 @@ def vendor() -> str:
 
 
 class Forms(NamedTuple):
-    """The forms in which a weight is held."""
+    """The layouts in which a weight is kept: packed for oneDNN, plain, or both."""
 
     packed: bool
     plain: bool
 
 
 def forms_of(numel: int, dtype: torch.dtype) -> Forms:
-    """The forms of a weight with `numel` elements on this machine."""
+    """Return the layouts that a weight with `numel` elements gets on this CPU."""
     packed = numel > SMALL and pays_to_pack(dtype)
     return Forms(packed, not packed or (numel <= BOTH and dtype == torch.float32))
 
 
 def pack_weight(weight: Tensor) -> Tensor | PackedWeight:
-    """Convert a weight [N, K] to the form for matmuls, which on CUDA is just contiguous. Call this
-    once, when loading."""
+    """Convert a weight [N, K] to the layout that its matmuls read; on CUDA just make it contiguous.
+    Call this once, when loading."""
     return weight.contiguous() if weight.is_cuda else _packed(weight)
 
 
 @torch.no_grad()
 def _packed(weight: Tensor) -> Tensor | PackedWeight:
-    """A weight [N, K] on a CPU: packed, unless it is small. A plain weight gets contiguous columns,
+    """Pack a weight [N, K] on a CPU, unless it is small. A plain weight gets contiguous columns,
     which makes MKL's matmuls of few rows up to twice as fast."""
     forms = forms_of(weight.numel(), weight.dtype)
     plain = weight.T.contiguous().T if forms.plain else None
@@ -92,7 +96,7 @@ def _packed(weight: Tensor) -> Tensor | PackedWeight:
 
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """x @ weight^T (+ bias): [T, N]."""
+    """Return x @ weight^T (+ bias): [T, N]."""
     plain = _plain(weight, x)
     if plain is not None:
         return F.linear(x, plain, bias)
@@ -102,7 +106,7 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 
 
 def product_added(x: Tensor, weight: Weight, residual: Tensor, bias: Tensor | None) -> Tensor:
-    """residual + x @ weight^T (+ bias): [T, N]."""
+    """Return residual + x @ weight^T (+ bias): [T, N]."""
     plain = _plain(weight, x)
     if plain is not None:
         out = torch.addmm(residual, x, plain.T)
@@ -114,7 +118,8 @@ def product_added(x: Tensor, weight: Weight, residual: Tensor, bias: Tensor | No
 
 
 def _plain(weight: Weight, x: Tensor) -> Tensor | None:
-    """The weight as a plain tensor if the matmul with x uses that form, otherwise None."""
+    """Return the weight as a plain tensor if the matmul with x uses that; None if it uses the
+    packed one."""
     if isinstance(weight, Tensor):
         return weight
     if isinstance(weight, Stored):

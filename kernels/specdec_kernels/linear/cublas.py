@@ -1,6 +1,6 @@
-"""A cuBLAS matmul without the workspace that torch always provides. With a workspace, the kernel
-for wide matmuls keeps a tile counter there, which cuBLAS first fills. With such a fill in each
-layer, the host needs about 0.1 ms longer to launch a CUDA graph.
+"""A cuBLAS matmul without the workspace that torch always provides. With a workspace, cuBLAS's
+kernel for wide matmuls keeps a tile counter there, and each call first sets it with a memory fill.
+A fill in each layer makes the launch of a CUDA graph take the host about 0.1 ms longer.
 """
 
 import ctypes
@@ -15,20 +15,22 @@ from torch import Tensor
 # Constants from cublas_api.h and library_types.h.
 _PLAIN, _TRANSPOSED = 0, 1
 _TYPES = {torch.bfloat16: 14, torch.float16: 2}
-_FLOAT_SUMS = 68  # for matmuls of both types
+_FLOAT_SUMS = 68  # accumulate in fp32, for both dtypes
 _ANY_KERNEL = -1
 
 
 def linear_without_workspace(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight^T of x [T, K] and weight [N, K], both with contiguous rows: [T, N]; by torch if x
-    is not in 16 bits on the current CUDA device, or if cuBLAS refuses."""
+    """Return x @ weight^T [T, N] for x [T, K] and weight [N, K], both with contiguous rows.
+
+    torch computes it if x is not a 16-bit tensor on a CUDA device, or if cuBLAS reports an error.
+    """
     assert x.stride(1) == weight.stride(1) == 1 and x.dtype == weight.dtype
     library = _library() if x.is_cuda and x.dtype in _TYPES else None
     if library is None:
         return F.linear(x, weight)
     out = x.new_empty(x.shape[0], weight.shape[0])
-    # This call makes torch set the stream on its handle. torch sets the workspace again at its next
-    # matmul.
+    # Getting the handle makes torch set the current stream on it. torch itself sets its workspace
+    # again before its next matmul.
     handle = torch.cuda.current_blas_handle()
     failed = library.cublasSetWorkspace_v2(handle, None, 0) or multiply(
         library, handle, x, weight, out
@@ -37,7 +39,7 @@ def linear_without_workspace(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def multiply(library: ctypes.CDLL, handle: int, x: Tensor, weight: Tensor, out: Tensor) -> int:
-    """Write x @ weight^T to `out` [T, N], contiguous; returns cuBLAS' status, 0 for success."""
+    """Write x @ weight^T to `out` [T, N], contiguous. Return cuBLAS's status, 0 for success."""
     (num_rows, width), num_features = x.shape, weight.shape[0]
     kind = _TYPES[x.dtype]
     # In cuBLAS's column-major order, this is out^T = weight @ x^T.
@@ -53,14 +55,14 @@ def multiply(library: ctypes.CDLL, handle: int, x: Tensor, weight: Tensor, out: 
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The cuBLAS that torch has loaded; None if no library has its usual name."""
+    """Return the cuBLAS library that torch has loaded, or None if it has an unusual name."""
     if torch.version.cuda is None:
         return None
     try:
         library = ctypes.CDLL(f"libcublas.so.{torch.version.cuda.split('.')[0]}")
     except OSError:
         return None
-    matrix: list[Any] = [c_void_p, c_int, c_int]  # its address, type and stride
+    matrix: list[Any] = [c_void_p, c_int, c_int]  # address, dtype and stride
     sums = [c_void_p, *matrix, *matrix, c_void_p, *matrix, c_int, c_int]
     library.cublasGemmEx.argtypes = [c_void_p, *5 * [c_int], *sums]
     library.cublasSetWorkspace_v2.argtypes = [c_void_p, c_void_p, c_size_t]

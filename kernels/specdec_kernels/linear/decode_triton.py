@@ -1,7 +1,7 @@
-"""Decodes the codes of stored weights into values, in registers. Codes are stored in bytes. If a
-byte holds two codes, `stored` puts columns 64 apart into it, so that each half of a tile is
-multiplied with contiguous values of x. The interpreter and dtypes other than bf16 use plain
-arithmetic; bf16 needs less than one instruction per value.
+"""Decodes the codes of quantised weights into values, in registers. If a byte holds two codes,
+their columns are 64 apart (see `stored`), so the low codes of a tile are multiplied by contiguous
+values of x, and so are the high codes. In bf16, decoding takes less than one instruction per value.
+The interpreter and other dtypes use plain arithmetic.
 """
 
 import triton
@@ -10,14 +10,14 @@ import triton.language as tl
 from specdec_kernels.launch_triton import INTERPRETED
 
 # The bits of an e4m3, moved into place, are a bf16 with a different exponent bias, even for
-# subnormals. The values are too small by 2^-120, which is corrected in the fp32 sums.
+# subnormals. The values are too small by a factor of 2^-120, which is corrected in the fp32 sums.
 _FP8 = tl.constexpr(
     """{ .reg .b32 a, b;
     prmt.b32 a, $2, 0, 0x9180; prmt.b32 b, $2, 0, 0xb3a2;  // with 8 more: a byte of its sign
     shl.b32 a, a, 4; shl.b32 b, b, 4;
     and.b32 $0, a, 0x87f087f0; and.b32 $1, b, 0x87f087f0; }"""
 )
-# 128 + n in bf16 has n as its last bits.
+# The last bits of 128 + n in bf16 are n, so a code becomes a value by setting the other bits.
 _INT4 = tl.constexpr(
     """{ .reg .b32 a, b, c;
     and.b32 a, $4, 0x0f0f0f0f; shr.b32 b, $4, 4; and.b32 b, b, 0x0f0f0f0f;
@@ -25,13 +25,14 @@ _INT4 = tl.constexpr(
     prmt.b32 $0, a, c, 0x5140; prmt.b32 $1, a, c, 0x7362;
     prmt.b32 $2, b, c, 0x5140; prmt.b32 $3, b, c, 0x7362; }"""
 )
-# The bits of a code, read as e4m3, are CODE times its value.
+# A four-bit code is a valid e4m3, whose value is CODE times the code.
 _INT4_FP8 = tl.constexpr(
     "and.b32 $0, $2, 0x0f0f0f0f; shr.b32 $1, $2, 4; and.b32 $1, $1, 0x0f0f0f0f;"
 )
 CODE = tl.constexpr(2.0**-9)
-# e2m1 values are looked up in tables of the high and the low bytes of bf16: prmt reads a table of
-# eight bytes by the low three bits of four codes at a time. Signs are the fourth bits.
+# e2m1 values are looked up in two tables, of the high and of the low bytes of their bf16 values.
+# prmt looks up four codes at once, by their low three bits, in a table of eight bytes. The fourth
+# bit of a code is its sign.
 _FP4 = tl.constexpr(
     """{ .reg .b32 a, b, p, q; .reg .b32 h<2>; .reg .b32 l<2>; .reg .b32 s<2>;
     and.b32 a, $4, 0x77777777; shr.b32 b, a, 16;
@@ -50,9 +51,9 @@ _FP4 = tl.constexpr(
 
 @triton.jit
 def decoded(codes, FORM: tl.constexpr, dtype: tl.constexpr):
-    """Decode a tile of bytes with one code each to `dtype`, before zeros and scales.
+    """Decode a tile of bytes with one code each to `dtype`, without applying zeros and scales.
 
-    Sums over the results must go through `corrected`.
+    Sums over the results must be passed to `corrected`.
     """
     if FORM.kind == "int8":
         numbers = codes.to(tl.int8, bitcast=True).to(dtype)
@@ -71,7 +72,7 @@ def decoded(codes, FORM: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def corrected(sums, FORM: tl.constexpr, dtype: tl.constexpr):
-    """Correct fp32 sums over results of `decoded` to sums over the codes' values."""
+    """Correct fp32 sums over results of `decoded` for the factor that it leaves out."""
     if FORM.kind == "fp8" and dtype == tl.bfloat16 and not INTERPRETED:
         sums *= 2.0**120
     return sums
@@ -79,9 +80,9 @@ def corrected(sums, FORM: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def decoded_halves(codes, FORM: tl.constexpr, dtype: tl.constexpr):
-    """Decode the low and the high codes of a tile of bytes to `dtype`.
+    """Decode the low and the high codes of a tile of bytes to two tiles of `dtype`.
 
-    int4 values are returned plus 128.
+    128 is added to all int4 values.
     """
     if dtype == tl.bfloat16 and not INTERPRETED:
         low, high = tl.inline_asm_elementwise(
@@ -100,7 +101,8 @@ def decoded_halves(codes, FORM: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def block_as_fp8(codes):
-    """The int4 values [N, 2 W] in bytes [N, W], low codes first, as e4m3 times CODE."""
+    """Return the int4 codes in bytes [N, W] as e4m3 [N, 2 W], low codes first. The results are CODE
+    times the codes."""
     if INTERPRETED:
         low, high = codes & 15, codes >> 4
     else:
@@ -124,7 +126,7 @@ def _number(code, FORM: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def ones_beside(numbers):
-    """Ones with the shape and dtype of `numbers`; multiplied by x they give sums of x."""
+    """Return ones with the shape and dtype of `numbers`. A matmul of x and them gives sums of x."""
     if numbers.dtype == tl.bfloat16 and not INTERPRETED:
         # A constant would have a different register layout, and x would have to be converted again.
         ones = tl.inline_asm_elementwise(

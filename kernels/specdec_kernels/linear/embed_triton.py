@@ -1,5 +1,5 @@
-"""The start of a pass in one kernel: each program looks up the embedding and the rotary cosines and
-sines of one token, and norms the embedding."""
+"""The start of a pass in one kernel. Each program looks up one token's embedding, cosines and
+sines, and applies the first norm to the embedding."""
 
 import torch
 import triton

@@ -1,16 +1,16 @@
-"""A matmul of few rows with norm, gate, bias and residual, bound by reading the weight once.
+"""A matmul of few rows with norm, gate, bias and residual. Its time is that of reading the weight.
 
 A program computes BLOCK_N features for all rows, and streams its rows of the weight through shared
-memory. The norm needs no separate pass, because its factor is one number per row. The kernel that
-writes the residual stream also writes the stream times the norm's weight, and sums of squares. The
-next kernel scales its result at the end. Before a program waits for its predecessor, it prefetches
-its first weights and may load its last ones into registers, so that memory stays busy between
-kernels.
+memory. The norm needs no separate pass, because it multiplies each row by one number. The kernel
+that writes the residual stream also writes the stream times the norm's weight, and sums of squares,
+from which the next kernel computes the factors for its own results. Before a program waits for the
+preceding kernel, it prefetches its first weights and may load its last ones into registers, so that
+memory stays busy between kernels.
 
-The depth of a tile can be cut into slices, each for some warps. Tensor-core operations of one warp
-for the same sum wait for each other, which can take longer than loading the weights. Sums of slices
-stay apart until all tiles are done. A tile of R rows and K features is [R, K], or [SLICES, R, K /
-SLICES] with more than one slice.
+The K dimension of a tile can be cut into slices, each for some of the warps. The tensor-core
+operations of one warp on the same sum run one after another, which can take longer than loading the
+weights. The sums of different slices are kept apart and added at the end. A tile of R rows and K
+features is [R, K], or [SLICES, R, K / SLICES] with more than one slice.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ LINE = tl.constexpr(CACHE_LINE)
 
 @triton.jit
 def depth_of(start, SIZE: tl.constexpr, SLICES: tl.constexpr):
-    """The SIZE features from `start` on: [SIZE], or [SLICES, SIZE / SLICES]."""
+    """Return the indices of SIZE features from `start` on: [SIZE], or [SLICES, SIZE / SLICES]."""
     if SLICES == 1:
         return start + tl.arange(0, SIZE)
     else:
@@ -48,7 +48,7 @@ def depth_of(start, SIZE: tl.constexpr, SLICES: tl.constexpr):
 
 @triton.jit
 def along_rows(value, SLICES: tl.constexpr):
-    """The values of a tile's rows, [R], in a shape that broadcasts over its features."""
+    """Reshape values of a tile's rows, [R], so that they broadcast over its features."""
     if SLICES == 1:
         return value[:, None]
     else:
@@ -57,7 +57,8 @@ def along_rows(value, SLICES: tl.constexpr):
 
 @triton.jit
 def along_depth(value, SLICES: tl.constexpr):
-    """Values of a tile's features, as from `depth_of`, in a shape that broadcasts over its rows."""
+    """Reshape values of a tile's features, as from `depth_of`, so that they broadcast over its
+    rows."""
     if SLICES == 1:
         return value[None, :]
     else:
@@ -66,7 +67,8 @@ def along_depth(value, SLICES: tl.constexpr):
 
 @triton.jit
 def tile_at(rows_ptr, depth, SLICES: tl.constexpr):
-    """Addresses of a tile, from the pointers to its rows, [R], and features from `depth_of`."""
+    """Return pointers to a tile's values, from pointers to its rows, [R], and the indices of its
+    features, as from `depth_of`."""
     return along_rows(rows_ptr, SLICES) + along_depth(depth, SLICES)
 
 
@@ -74,7 +76,7 @@ def tile_at(rows_ptr, depth, SLICES: tl.constexpr):
 def zero_sums(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr, SWAP: tl.constexpr
 ):
-    """Initial fp32 sums of `add_product`."""
+    """Return fp32 zeros in the shape that `add_product` needs for its sums."""
     if SWAP:
         sums = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
     else:
@@ -92,7 +94,7 @@ def add_product(
     SLICES: tl.constexpr,
     SWAP: tl.constexpr,
 ):
-    """sums + x @ weight.T, slice by slice; with SWAP its transpose."""
+    """Return sums + x @ weight.T, separately for each slice; with SWAP its transpose."""
     if INTERPRETED:
         x = x.to(tl.float32)
         weight = weight.to(tl.float32)
@@ -105,7 +107,7 @@ def add_product(
 
 @triton.jit
 def transposed(tile, SLICES: tl.constexpr):
-    """A matrix, or SLICES of them, transposed."""
+    """Transpose a matrix, or each of SLICES matrices."""
     if SLICES == 1:
         return tl.trans(tile)
     else:
@@ -114,10 +116,10 @@ def transposed(tile, SLICES: tl.constexpr):
 
 @triton.jit
 def whole_sums(sums, sums_up, SLICES: tl.constexpr, SWAP: tl.constexpr):
-    """Two results of `add_product` as [M, N] each: slices added up, transposed back with SWAP.
+    """Convert two results of `add_product` to [M, N] each: add up the slices, and with SWAP
+    transpose back.
 
-    Both are reduced together, so that the exchanges between warps for one do not wait for those of
-    the other.
+    Reducing both together means that their exchanges between warps do not wait for each other.
     """
     if SLICES > 1:
         sums = tl.sum(sums, axis=0)
@@ -130,7 +132,7 @@ def whole_sums(sums, sums_up, SLICES: tl.constexpr, SWAP: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(rows_ptr, first, COUNT: tl.constexpr):
-    """Prefetch COUNT values of each row of the weight, from `first` on. Rows are [N] pointers."""
+    """Prefetch COUNT values of each row of the weight from `first` on. rows_ptr: [N] pointers."""
     PER_LINE: tl.constexpr = LINE * 8 // rows_ptr.dtype.element_ty.primitive_bitwidth
     ahead = first + tl.arange(0, COUNT // PER_LINE) * PER_LINE
     prefetch_l2(rows_ptr[:, None] + ahead[None, :])
@@ -138,7 +140,7 @@ def prefetch_rows(rows_ptr, first, COUNT: tl.constexpr):
 
 @triton.jit
 def load_squares(squares_ptr, row, row_live, PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
-    """[M, BLOCK_P] fp32, sums of squares of PARTS parts of each row of x."""
+    """Load the PARTS partial sums of squares of each row of x: [M, BLOCK_P] fp32."""
     part = tl.arange(0, BLOCK_P)
     return tl.load(
         squares_ptr + row[:, None] * PARTS + part[None, :],
@@ -149,7 +151,7 @@ def load_squares(squares_ptr, row, row_live, PARTS: tl.constexpr, BLOCK_P: tl.co
 
 @triton.jit
 def load_weight(at, mask, EVEN: tl.constexpr):
-    """A tile of the weight, from its addresses; EVEN tiles need no mask."""
+    """Load a tile of the weight. EVEN: whether all tiles are whole, so that none needs a mask."""
     if EVEN:
         return tl.load(at)
     else:
@@ -158,7 +160,7 @@ def load_weight(at, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def sum_of_splits(partial_ptr, place, mask, size, SPLITS: tl.constexpr):
-    """The sum [M, N] of the results of SPLITS programs, stored `size` elements apart."""
+    """Add up the partial sums [M, N] of SPLITS programs, which are stored `size` elements apart."""
     acc = tl.zeros(place.shape, tl.float32)
     for split in tl.static_range(SPLITS):
         at = partial_ptr + split * size + place
@@ -168,9 +170,8 @@ def sum_of_splits(partial_ptr, place, mask, size, SPLITS: tl.constexpr):
 
 @triton.jit
 def store_for_norm(scaled_ptr, squares_ptr, out, norm, place, mask, row, row_live):
-    """Store `out` times the next norm's weight [N], and sums of squares of this part.
-
-    Both use the rounded values, as the next kernel reads them.
+    """Store `out` times the next norm's weight [N], and each row's sum of squares over these
+    columns. Both are computed from the rounded values, which are those that the next kernel reads.
     """
     wide = tl.where(mask, out.to(tl.float32), 0.0)
     scaled = (wide * norm.to(tl.float32)[None, :]).to(out.dtype)
@@ -182,7 +183,7 @@ def store_for_norm(scaled_ptr, squares_ptr, out, norm, place, mask, row, row_liv
 @triton.jit
 def finish_product(
     acc,  # [M, N] fp32
-    acc_up,  # results for the up features; only with ACTIVATION
+    acc_up,  # [M, N] fp32, sums for the up features; only with ACTIVATION
     squares,  # [M, P] fp32, or None if x is not scaled
     bias,  # [N], or None
     residual,  # [M, N], or None
@@ -190,7 +191,7 @@ def finish_product(
     out_ptr,
     scaled_ptr,
     out_squares_ptr,
-    place,  # [M, N], of each number in out
+    place,  # [M, N], index of each value in out
     mask,
     row,
     row_live,
@@ -198,7 +199,7 @@ def finish_product(
     K: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Apply the fused steps to a matmul's sums and store the result; see `Fused`."""
+    """Apply the fused steps (see `Fused`) to a matmul's sums, and store the result."""
     if squares is not None:
         factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
         acc *= factor
@@ -218,7 +219,7 @@ def finish_product(
 @triton.jit(do_not_specialize=["num_rows"])
 def few_rows_linear_kernel(
     x_ptr,  # [T, K]
-    squares_ptr,  # [T, P] fp32, sums of squares of parts of each row; only with PARTS
+    squares_ptr,  # [T, P] fp32, partial sums of squares of each row; only with PARTS
     weight_ptr,  # [N, K]; with ACTIVATION [2 N, K], the gate's rows first
     bias_ptr,  # [N], or None
     residual_ptr,  # [T, N], or None
@@ -235,7 +236,7 @@ def few_rows_linear_kernel(
     eps,
     K: tl.constexpr,
     PARTS: tl.constexpr,  # P, or 0 if x is not scaled
-    ACTIVATION: tl.constexpr,  # "" for a plain product
+    ACTIVATION: tl.constexpr,  # "" without a gate
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -275,7 +276,7 @@ def few_rows_linear_kernel(
         norm = tl.load(norm_ptr + column, mask=column_live, other=0.0)
     after_predecessor(DEPENDENT)
 
-    # Load the epilogue's operands before the loop, so that it does not wait for them.
+    # Load the epilogue's operands before the loop, so that the epilogue need not wait for them.
     if residual_ptr is not None:
         residual_ptr += row.to(tl.int64)[:, None] * residual_stride + column[None, :]
         residual = tl.load(residual_ptr, mask=mask, other=0.0)
@@ -291,7 +292,8 @@ def few_rows_linear_kernel(
             tile_at(x_ptr, early, SLICES), mask=along_rows(row_live, SLICES), other=0.0
         )
     for start in range(first, first + SHARE - EARLY, BLOCK_K):
-        # Addresses and masks of all tiles come first. The tile tables were measured in this order.
+        # Keep this order, all addresses and masks before the loads: the tile tables were measured
+        # with it.
         k = start + inside
         x_at = tile_at(x_ptr, k, SLICES)
         x_mask = along_rows(row_live, SLICES) & along_depth(k < K, SLICES)
@@ -323,7 +325,7 @@ def few_rows_linear_kernel(
 def few_rows_linear(
     x: Tensor, weight: Tensor, tiles: Tiles, **fused: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel for x [T, K]; `fused` as in `Fused`, results as in `Launch`."""
+    """Launch the kernel for x [T, K]. fused: fields of `Fused`. Returns `Launch.results`."""
     operands, numbers, constants, results = prepared(x, weight, tiles.block_n, Fused(**fused))
     (num_rows, width), (_, num_features) = x.shape, results[0].shape
     blocks = triton.cdiv(num_features, tiles.block_n)

@@ -1,4 +1,4 @@
-"""Checks the operands and allocates the results of the kernels for few rows."""
+"""Checks the operands, and allocates the results, of the matmul kernels for few rows."""
 
 from typing import Any, NamedTuple
 
@@ -15,9 +15,10 @@ class Fused(NamedTuple):
     """Steps fused into a matmul of x [T, K] and a weight [N, K], or [2N, K] with an activation."""
 
     squares: Tensor | None = None
-    """[T, P] fp32, sums of squares of P parts of each row of x, whose norm scales the result."""
+    """[T, P] fp32, P partial sums of squares of each row of x. With them, the result is divided by
+    each row's root mean square, which completes the norm of x."""
     eps: float = 0.0
-    """Added to that norm's mean of squares."""
+    """Added to the mean of squares."""
     bias: Tensor | None = None
     """[N], added to the result."""
     activation: str = ""
@@ -25,23 +26,23 @@ class Fused(NamedTuple):
     residual: Tensor | None = None
     """[T, N], rows contiguous, added to the result."""
     norm_weight: Tensor | None = None
-    """[N], of the norm that follows."""
+    """[N], the weight of the norm that follows."""
     into: Tensor | None = None
     """[T, N], contiguous, the output buffer."""
 
 
 class Launch(NamedTuple):
-    """Arguments common to these kernels."""
+    """Launch arguments that all these kernels share, and their results."""
 
     operands: tuple[Tensor | None, ...]
-    """x, squares, weight, bias, residual, norm_weight, and the results; None for what is absent."""
+    """x, squares, weight, bias, residual, norm_weight, and the results; None for absent ones."""
     numbers: tuple[int, float]
     """The stride of the residual's rows, and eps."""
     constants: dict[str, Any]
     """The kernel's constants, and Triton's options."""
     results: tuple[Tensor, Tensor, Tensor]
-    """[T, N]; with `norm_weight` also [T, N] for the result times it, and [T, ceil(N / block_n)]
-    fp32 for sums of squares; otherwise the first result stands in for both."""
+    """The output [T, N]; the output times `norm_weight`, [T, N]; and partial sums of its squares,
+    fp32 [T, ceil(N / block_n)]. Without `norm_weight` all three are the output."""
 
 
 def prepared(x: Tensor, weight: Tensor | Stored, block_n: int, fused: Fused) -> Launch:
@@ -49,9 +50,9 @@ def prepared(x: Tensor, weight: Tensor | Stored, block_n: int, fused: Fused) -> 
 
     Args:
         x: [T, K], rows contiguous.
-        weight: [N, K], contiguous; [2N, K] with an activation, the gate's rows first. The operand
-            of a stored weight is its codes, as bytes.
-        block_n: Features of a program.
+        weight: [N, K], contiguous; [2N, K] with an activation, the gate's rows first. For a
+            quantised weight, the operand is its codes, as bytes.
+        block_n: The number of features that a program computes.
     """
     squares, eps, bias, activation, residual, norm_weight, out = fused
     num_rows, width = x.shape

@@ -1,5 +1,5 @@
-"""RMS norms and gates as separate kernels, for matmuls that run on cuBLAS or are summed over
-ranks."""
+"""RMS norms and gates as separate kernels, for matmuls that cuBLAS computes or whose results are
+summed over ranks."""
 
 import torch
 import triton
@@ -12,7 +12,8 @@ from specdec_kernels.linear.reference import ACTIVATIONS, Normed
 
 @triton.jit
 def activate(gate, ACTIVATION: tl.constexpr):
-    """SiLU, or GELU in its tanh form; tanh(x) = 2 sigmoid(2x) - 1, which cannot overflow."""
+    """Apply SiLU, or GELU's tanh approximation. That uses tanh(x) = 2 sigmoid(2x) - 1, which cannot
+    overflow."""
     if ACTIVATION == "silu":
         slope = 1.0
     else:
@@ -22,7 +23,7 @@ def activate(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def normed_row(x, norm, eps, K: tl.constexpr):
-    """RMS norm of one row of K values; x is zero past them."""
+    """Return the RMS norm of a row of K values. x must be zero past its K values."""
     wide = x.to(tl.float32)
     wide *= tl.rsqrt(tl.sum(wide * wide) / K + eps)
     return (wide * norm.to(tl.float32)).to(x.dtype)
@@ -32,7 +33,7 @@ def normed_row(x, norm, eps, K: tl.constexpr):
 def rms_norm_kernel(
     x_ptr,  # [T, K]
     residual_ptr,  # [T, K], or None
-    post_ptr,  # [K], weight of a norm of x before it is added, or None
+    post_ptr,  # [K], weight of a norm applied to x before it is added, or None
     norm_ptr,  # [K]
     hidden_ptr,  # [T, K], x + residual, out; only with a residual
     out_ptr,  # [T, K], out
@@ -87,7 +88,7 @@ def add_norm_triton(
     eps: float,
     post_norm: Tensor | None = None,
 ) -> Normed:
-    """See `ops.add_norm`; without a residual, the norm of x alone."""
+    """Compute `ops.add_norm`, or only the norm of x if there is no residual."""
     num_rows, width = x.shape
     assert x.stride(1) == 1 and norm_weight.shape == (width,)
     assert post_norm is None or post_norm.shape == (width,)

@@ -1,13 +1,15 @@
 """A matmul of one row with norm, gate, bias and residual, for weights that fit into registers.
 
-A program loads all of its rows of the weight at once, before it waits for its predecessor, and
-needs no shared memory for them. Its programs therefore fit beside those of the preceding kernel,
-and memory stays busy while that kernel ends, which dominates the time of layers as small as a
-draft's. Sums use plain multiplications, because tensor cores gain nothing for one row.
+A program loads all of its rows of the weight at once, before it waits for the preceding kernel, and
+needs no shared memory for them. Its programs therefore fit on the multiprocessors beside those of
+the preceding kernel, and memory stays busy while that kernel ends. Such gaps take most of the time
+in small layers like a draft model's. Tensor cores gain nothing for one row, so sums use ordinary
+multiplications.
 
-A stored weight's tiles are bytes. The two codes of a byte belong to two columns of x. A thread
-loads as many bytes at a time as values of x, because threads would otherwise exchange tiles. Each
-such load has one scale and one zero, or two if the columns of a byte lie in two groups.
+The tiles of a quantised weight hold bytes. The two codes of a byte belong to two columns of x. A
+thread loads as many bytes at a time as values of x; otherwise threads would have to exchange tiles.
+Each such load has one scale and one zero, or two of each if the columns of a byte lie in two
+groups.
 """
 
 from typing import Any
@@ -27,7 +29,8 @@ from specdec_kernels.linear.tiles import RowTiles
 
 @triton.jit
 def chunks_of(rows_ptr, K: tl.constexpr, CHUNK: tl.constexpr, EVICTION: tl.constexpr):
-    """Rows of K numbers at pointers [N, 1] as tiles [N, CHUNK], the last padded with zeros."""
+    """Load rows of K numbers, at pointers [N, 1], as tiles [N, CHUNK]. The last tile is padded with
+    zeros."""
     tiles = ()
     for start in tl.static_range(0, K, CHUNK):
         k = start + tl.arange(0, CHUNK)[None, :]
@@ -41,20 +44,20 @@ def chunks_of(rows_ptr, K: tl.constexpr, CHUNK: tl.constexpr, EVICTION: tl.const
 
 @triton.constexpr_function
 def per_code_of(form: Form | None) -> int:
-    """The number of values per byte of a stored weight, or 1 for a plain weight."""
+    """Return the number of values per byte of a quantised weight, or 1 for a plain weight."""
     return 1 if form is None else form.per_code
 
 
 @triton.jit
 def low_columns(byte):
-    """The columns of the low codes in bytes with two codes."""
+    """Return the columns of the low codes of bytes, given by index, that hold two codes each."""
     return byte + byte // HALF * HALF
 
 
 @triton.jit
 def columns_of(rows_ptr, ROW: tl.constexpr, CHUNK: tl.constexpr, FORM: tl.constexpr):
-    """The values of x for the low and the high codes of each byte, from pointers [M, 1]: two tiles
-    [M, CHUNK]."""
+    """Load the values of x that belong to the low codes and to the high codes of each byte, from
+    pointers [M, 1]. Return two sequences of tiles [M, CHUNK]."""
     low_tiles = ()
     high_tiles = ()
     for start in tl.static_range(0, ROW, CHUNK):
@@ -71,13 +74,14 @@ def columns_of(rows_ptr, ROW: tl.constexpr, CHUNK: tl.constexpr, FORM: tl.conste
 @triton.jit
 def fields_of(
     fields_ptr,
-    HIGH: tl.constexpr,  # fields of the high codes, if these are separate
+    HIGH: tl.constexpr,  # whether to load fields for the high codes, if they have their own
     ROW: tl.constexpr,
     CHUNK: tl.constexpr,
     LANE: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Scales or zeros from pointers [N, 1], one for each load of a thread: [N, CHUNK / LANE]."""
+    """Load scales or zeros from pointers [N, 1], one for each load of a thread. Return tiles [N,
+    CHUNK / LANE]."""
     tiles = ()
     for start in tl.static_range(0, ROW, CHUNK):
         byte = start + tl.arange(0, CHUNK // LANE)[None, :] * LANE
@@ -93,13 +97,14 @@ def fields_of(
 def groups_of(
     scales_ptr,  # [N, 1] pointers to the scales and zeros of rows
     zeros_ptr,
-    none,  # in place of tiles that the form lacks
+    none,  # returned in place of scales or zeros that the form does not have
     ROW: tl.constexpr,
     CHUNK: tl.constexpr,
     LANE: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """`fields_of` for scales and zeros of low codes, and for those of high codes."""
+    """Load scales and zeros for the low codes, and then both for the high codes; see
+    `fields_of`."""
     scales, zeros = none, none
     if FORM.wide > 0:
         scales = fields_of(scales_ptr, False, ROW, CHUNK, LANE, FORM)
@@ -115,7 +120,7 @@ def groups_of(
 
 @triton.jit
 def lane_sums(products, LANE: tl.constexpr):
-    """Sums over each LANE values of [N, CHUNK]: [N, CHUNK / LANE]."""
+    """Add up every LANE consecutive values of [N, CHUNK]: [N, CHUNK / LANE]."""
     N: tl.constexpr = products.shape[0]
     LANES: tl.constexpr = products.shape[1] // LANE
     return tl.sum(tl.reshape(products, [N, LANES, LANE]), axis=2)
@@ -123,9 +128,10 @@ def lane_sums(products, LANE: tl.constexpr):
 
 @triton.jit
 def scaled_sums(sums, x_sums, scale, zero, FORM: tl.constexpr):
-    """Sums of x times the codes' numbers, from sums of x times decoded codes and sums of x."""
+    """Apply zeros, minima and scales to sums of x times decoded codes. x_sums: sums of x over the
+    same columns."""
     if FORM.kind == "int4":
-        offset = 136.0  # without zeros 8 is the zero; decoded codes are 128 too large
+        offset = 136.0  # without zeros, codes have a zero of 8; decoded codes are 128 too large
         if FORM.has_minima:
             offset = 128.0
         elif FORM.has_zeros:
@@ -147,13 +153,13 @@ def dot_products(
     x_high,  # tiles for high codes; x if a byte has one code
     groups,  # a result of `groups_of`, of tiles [N, CHUNK / LANE]
     N: tl.constexpr,
-    ROW: tl.constexpr,  # numbers or bytes of a row
+    ROW: tl.constexpr,  # numbers, or bytes of codes, per row
     CHUNK: tl.constexpr,
-    LANE: tl.constexpr,  # numbers of a thread's load
+    LANE: tl.constexpr,  # numbers per load of a thread
     FORM: tl.constexpr,  # None for a plain weight
 ):
-    """Dot products [N] fp32, without the scales of whole rows. Threads exchange sums only once, at
-    the end."""
+    """Return dot products [N] in fp32, without applying the scales of whole rows. Threads exchange
+    sums only once, at the end."""
     scales, zeros, scales_high, zeros_high = groups
     sums = tl.zeros([N, CHUNK // LANE], tl.float32)
     for chunk in tl.static_range((ROW + CHUNK - 1) // CHUNK):
@@ -182,7 +188,7 @@ def dot_products(
 @triton.jit
 def one_row_linear_kernel(
     x_ptr,  # [K]
-    squares_ptr,  # [P] fp32, sums of squares of parts of the row; only with PARTS
+    squares_ptr,  # [P] fp32, partial sums of squares of the row; only with PARTS
     weight_ptr,  # [N, K], or its codes; with ACTIVATION [2 N, K], the gate's rows first
     bias_ptr,  # [N], or None
     residual_ptr,  # [N], or None
@@ -195,9 +201,9 @@ def one_row_linear_kernel(
     num_features,  # N
     eps,
     K: tl.constexpr,
-    FORM: tl.constexpr,  # the form of a stored weight, or None
+    FORM: tl.constexpr,  # the form of a quantised weight, or None
     PARTS: tl.constexpr,  # P, or 0 if x is not scaled
-    ACTIVATION: tl.constexpr,  # "" for a plain product
+    ACTIVATION: tl.constexpr,  # "" without a gate
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -210,11 +216,11 @@ def one_row_linear_kernel(
     PER_CODE: tl.constexpr = per_code_of(FORM)
     ROW: tl.constexpr = K // PER_CODE
     rows_ptr = weight_ptr + (feature * ROW)[:, None]
-    # A weight is not read again before the next pass, so it leaves the L2 cache first. A thread
-    # loads 16 bytes at a time of x, or of a plain weight.
+    # A weight is not read again before the next pass, so let it leave the L2 cache first. A thread
+    # loads 16 bytes of x, or of a plain weight, at a time.
     LANE: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     if FORM is not None:
-        # This adds 0, but shows the compiler a multiple of LANE.
+        # This adds 0, but the compiler then knows that addresses are multiples of LANE.
         rows_ptr += tl.program_id(1) * LANE
     weight = chunks_of(rows_ptr, ROW, TILES.chunk, "evict_first")
     if GATED:
@@ -238,8 +244,8 @@ def one_row_linear_kernel(
         norm = tl.load(norm_ptr + column, mask=live, other=0.0)
     after_predecessor(DEPENDENT)
 
-    # A chunk of x that is too small to give every thread a full load is loaded once per row of the
-    # weight. A single copy would have to go through shared memory to reach the other threads.
+    # If a chunk of x is too small to give every thread a full load, load it once per row of the
+    # weight. A single copy would reach the other threads only through shared memory.
     X_ROWS: tl.constexpr = TILES.block_n if TILES.chunk < 32 * TILES.num_warps * LANE else 1
     x_rows = x_ptr + tl.zeros([X_ROWS, 1], tl.int32)
     if PER_CODE == 2:
@@ -274,7 +280,7 @@ def one_row_linear_kernel(
     out = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + column, out, mask=live)
     if norm_ptr is not None:
-        # The norm uses the rounded values, as the next kernel reads them.
+        # Compute these from the rounded values, which are those that the next kernel reads.
         wide = tl.where(live, out.to(tl.float32), 0.0)
         tl.store(scaled_ptr + column, (wide * norm.to(tl.float32)).to(out.dtype), mask=live)
         tl.store(out_squares_ptr + tl.program_id(0), tl.sum(wide * wide, axis=0))
@@ -283,7 +289,7 @@ def one_row_linear_kernel(
 def one_row_linear(
     x: Tensor, weight: Tensor | Stored, tiles: RowTiles, **fused: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel for x [1, K]; `fused` as in `Fused`, results as in `Launch`."""
+    """Launch the kernel for x [1, K]. fused: fields of `Fused`. Returns `Launch.results`."""
     assert x.shape[0] == 1
     operands, (_, eps), constants, results = prepared(x, weight, tiles.block_n, Fused(**fused))
     num_features, held, scales, zeros = results[0].shape[1], operands[2], None, None

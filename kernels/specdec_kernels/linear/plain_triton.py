@@ -1,4 +1,4 @@
-"""Converts stored weights to plain ones, for cuBLAS matmuls of many rows."""
+"""Dequantises weights, for matmuls of many rows with cuBLAS."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from specdec_kernels.linear.decode_triton import decoded, decoded_halves, scale_
 from specdec_kernels.linear.stored import Stored
 from specdec_kernels.linear.stored_groups_triton import HALF, Form, high_columns
 
-WIDTH = 1024  # bytes of a row that a program reads
+WIDTH = 1024  # bytes per program, all of one row
 READ = ("fp8", "int8", "int4", "mxfp4")
 
 
@@ -46,7 +46,7 @@ def plain_kernel(
 
 @triton.jit
 def store_scaled(out_ptr, numbers, column, scales_ptr, zeros_ptr, live, FORM: tl.constexpr):
-    """Store (numbers - zeros) * scales - minima for the values from a decoder."""
+    """Store (numbers - zeros) * scales - minima. numbers: from `decoded` or `decoded_halves`."""
     group = column // FORM.wide if FORM.wide > 0 else tl.zeros(column.shape, tl.int32)
     shift = 0.0
     if FORM.has_zeros:
@@ -65,7 +65,7 @@ def store_scaled(out_ptr, numbers, column, scales_ptr, zeros_ptr, live, FORM: tl
 
 
 def plain_triton(weight: Tensor | Stored, dtype: torch.dtype) -> Tensor:
-    """See `stored.plain_of`. The result is bitwise equal."""
+    """Compute `stored.plain_of` on CUDA. The results are bitwise equal."""
     if isinstance(weight, Tensor):
         return weight
     *outer, features, width = weight.shape

@@ -1,6 +1,6 @@
-"""The matmuls of a decoder layer on CUDA, by a kernel here or by the library.
+"""The matmuls of a decoder layer on CUDA: chooses between the kernels here and cuBLAS.
 
-Norm, gate and sum are fused into the matmuls next to them.
+The kernels here also compute the norm, gate, bias and residual next to a matmul.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,10 @@ Choose = Callable[[str, Tensor, Tensor | Stored], Product | None]
 
 
 def kernel_for(kind: str, x: Tensor, weight: Tensor | Stored) -> Product | None:
-    """The kernel for a matmul of `kind` "norm", "gate" or "add", configured; None for cuBLAS."""
+    """Return the kernel for a matmul, with its launch configuration, or None for cuBLAS.
+
+    kind: "norm", "gate" or "add".
+    """
     row_tiles = choose_row_tiles(kind, x, weight)
     if row_tiles is not None:
         return partial(one_row_linear, tiles=row_tiles)
@@ -47,8 +50,8 @@ def kernel_for(kind: str, x: Tensor, weight: Tensor | Stored) -> Product | None:
 def chosen(
     kind: str, x: Tensor, weight: Tensor | Stored, choose: Choose
 ) -> tuple[Product | None, Tensor | Stored]:
-    """The kernel for a matmul, and the weight: in its stored form if that kernel reads it,
-    otherwise plain."""
+    """Return the kernel for a matmul, or None, and the weight. If no kernel reads a quantised
+    weight in its stored form, the weight is dequantised first."""
     product = choose(kind, x, weight)
     if product is None and isinstance(weight, Stored):
         weight = plain_triton(weight, x.dtype)
@@ -63,7 +66,7 @@ def norm_linear_triton(
     into: Tensor | None = None,
     choose: Choose = kernel_for,
 ) -> Tensor:
-    """See `ops.norm_linear`. choose: a function like `kernel_for`, here and below."""
+    """Compute `ops.norm_linear`. choose: the function that chooses the kernel, here and below."""
     product, weight = chosen("norm", x.scaled, weight, choose)
     if product is None:
         assert x.squares is None and isinstance(weight, Tensor)

@@ -1,15 +1,15 @@
 """The public functions for matmuls of a decoder layer: torch implementations, and the names of
 their kernels.
 
-RMSNorm (Zhang and Sennrich, arXiv 1910.07467) and products, some gated (Shazeer, 2002.05202) or
-added to the residual. Norms round as transformers' LlamaRMSNorm does, or as its GemmaRMSNorm if the
-weight is fp32.
+They compute RMS norms (Zhang and Sennrich, arXiv 1910.07467) and matmuls, some with a gate
+(Shazeer, arXiv 2002.05202) or a residual. Norms round like transformers' LlamaRMSNorm, or like its
+GemmaRMSNorm if the weight is fp32.
 
 Legend: T packed tokens, K features read, N features written, F the MLP's features, V vocabulary.
-Rows of a tensor are contiguous. A weight [N, K] comes from `pack_weight`; a bias is [N]. A `Normed`
-x has all rows as `embed`, `add_norm` or `linear_add_norm` returned them. `into` [T, N], contiguous,
-is an output buffer, on CUDA only. `norm_weight` [N] and `eps` belong to the norm that follows: the
-MLP's, the next layer's, or the last one.
+Tensors have contiguous rows. A weight [N, K] comes from `pack_weight`, and a bias is [N]. A
+`Normed` x has exactly the rows that `embed`, `add_norm` or `linear_add_norm` returned. `into`
+[T, N], contiguous, is an output buffer, on CUDA only. `norm_weight` [N] and `eps` belong to the
+norm that follows: the MLP's, the next layer's, or the final one.
 """
 
 from functools import lru_cache
@@ -26,19 +26,20 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 class Normed(NamedTuple):
-    """A residual stream, ready for a norm and a matmul."""
+    """A residual stream and its RMS norm, which may be left for the next matmul to finish."""
 
     hidden: Tensor
-    """[T, K], the stream itself."""
+    """[T, K], the residual stream."""
     scaled: Tensor
-    """[T, K], its RMS norm; with `squares`, only `hidden` times the norm's weight."""
+    """[T, K], the RMS norm of `hidden`. With `squares`, it is only `hidden` times the norm's
+    weight."""
     squares: Tensor | None
-    """[T, P] fp32, sums of squares of P parts of each row, from which the next matmul computes the
-    norm."""
+    """[T, P] fp32, P partial sums of squares of each row, from which the next matmul finishes the
+    norm; None if the norm is finished."""
     eps: float
 
     def take(self, rows: Tensor) -> "Normed":
-        """The rows at the indices `rows`, int64 [M]."""
+        """Return the rows with the indices `rows`, int64 [M]."""
         squares = None if self.squares is None else self.squares[rows]
         return Normed(self.hidden[rows], self.scaled[rows], squares, self.eps)
 
@@ -54,15 +55,15 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @kernel("specdec_kernels.linear.norm_triton:rms_norm_triton")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm of every row of x [..., K] times `weight`, of the same shape,
-    contiguous.
+    """Divide every row of x [..., K] by its root mean square and multiply it by `weight`. The
+    result has x's shape and is contiguous.
 
-    weight: [K], in x's dtype, or in fp32 like Gemma's 1 + g; this holds for all norm weights here.
-    eps: added to the mean of squares.
+    weight: [K], in x's dtype, or in fp32 as Gemma's 1 + weight; this holds for all norm weights
+    here. eps: added to the mean of squares.
     """
     if x.dtype != torch.float32:
         return rms_norm_reference(x, weight, eps)
-    # Five operations; torch's own norm takes eight on a CPU.
+    # This takes five operations on a CPU; torch's own norm takes eight.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     factor = torch.addcmul(_scalar(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return (x * factor).mul_(weight)
@@ -75,7 +76,7 @@ def _scalar(value: float) -> Tensor:
 
 @kernel("specdec_kernels.linear.norm_triton:gate_triton")
 def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
-    """activation(gate) * up, [T, F]. gate_up: [T, 2F], the gate first. activation: "silu" or
+    """Return activation(gate) * up, [T, F]. gate_up: [T, 2F], the gate first. activation: "silu" or
     "gelu_tanh"."""
     first, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":
@@ -95,10 +96,11 @@ def embed(
     eps: float,
     scale: float = 1.0,
 ) -> tuple[Normed, Tensor, Tensor]:
-    """Embeddings [T, K], their first norm, and the rotary tables' rows [T, D].
+    """Look up embeddings [T, K], apply the first norm, and look up rows [T, D] of the rotary
+    tables.
 
     token_ids, positions: [T] int64, less than V and L; not checked on CUDA. embedding: [V, K].
-    cos_table, sin_table: [L, D]. scale: a factor of the embeddings, as in Gemma.
+    cos_table, sin_table: [L, D]. scale: multiplies the embeddings, as in Gemma.
     """
     hidden = F.embedding(token_ids, embedding)
     if scale != 1.0:
@@ -115,9 +117,10 @@ def add_norm(
     eps: float,
     post_norm: Tensor | None = None,
 ) -> Normed:
-    """The sum residual + x, prepared for the norm that follows. x is a complete projection [T, N].
+    """Add x to the residual stream, and apply the norm that follows. x: [T, N], a projection that
+    is already summed over ranks.
 
-    post_norm: [N], weight of a norm of x before it is added, as in Gemma 2 and 3.
+    post_norm: [N], the weight of a norm applied to x before it is added, as in Gemma 2 and 3.
     """
     if post_norm is not None:
         x = rms_norm.reference(x, post_norm, eps)
@@ -128,7 +131,8 @@ def add_norm(
 def linear(
     x: Tensor, weight: Weight, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
-    """x [T, K] @ weight^T (+ bias): [T, N], such as one rank's part of a projection."""
+    """Return x [T, K] @ weight^T (+ bias): [T, N], for example one rank's partial sum of a
+    projection."""
     assert into is None
     return product(x, weight, bias)
 
@@ -137,14 +141,16 @@ def linear(
 def norm_linear(
     x: Normed, weight: Weight, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
-    """rms_norm(x) @ weight^T (+ bias): [T, N], a layer's merged q, k and v, or the logits."""
+    """Return rms_norm(x) @ weight^T (+ bias): [T, N], a layer's merged q, k and v, or the
+    logits."""
     assert x.squares is None
     return linear.reference(x.scaled, weight, bias, into)
 
 
 @kernel("specdec_kernels.linear.products_triton:norm_gate_up_triton")
 def norm_gate_up(x: Normed, weight: Weight, activation: str = "silu") -> Tensor:
-    """activation(n @ gate^T) * (n @ up^T) with n = rms_norm(x): [T, F], half of a gated MLP.
+    """Return activation(n @ gate^T) * (n @ up^T), with n = rms_norm(x): [T, F]. This is the first
+    half of a gated MLP.
 
     weight: [2F, K], the gate's rows first. activation: "silu" or "gelu_tanh".
     """
@@ -160,20 +166,19 @@ def linear_add_norm(
     eps: float,
     bias: Tensor | None = None,
 ) -> Normed:
-    """residual [T, N] + x [T, K] @ weight^T (+ bias), in `hidden`, and the input of the next
-    matmul."""
+    """Compute residual [T, N] + x [T, K] @ weight^T (+ bias), and apply the norm that follows."""
     return normed(product_added(x, weight, residual, bias), norm_weight, eps)
 
 
 def normed(x: Tensor, norm_weight: Tensor, eps: float) -> Normed:
-    """x [T, K] with its norm, as the input of a matmul."""
+    """Apply the norm to x [T, K], and return both."""
     return Normed(x, rms_norm.reference(x, norm_weight, eps), None, eps)
 
 
 def linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
-    """`ops.linear` by torch's library, which on CUDA computes matmuls of many rows."""
+    """Compute `ops.linear` in torch; on CUDA this is cuBLAS, for matmuls of many rows."""
     if into is None:
         return F.linear(x, weight, bias)
     if bias is None:

@@ -1,7 +1,8 @@
-"""Weights in their checkpoint's quantised form: codes, and scales shared by groups.
+"""Weights in their checkpoint's quantised form: codes, and scales that groups of values share.
 
-A kind is one entry of `KINDS`. `Stored.plain` is the reference. Readers of files undo a file's own
-order of codes. Legend: N features written, K features read; experts are [E, N, K].
+`KINDS` lists the encodings. `Stored.plain` is the reference for decoding. If a file has its own
+order of codes, its reader converts that to the order here. Legend: N features written, K features
+read; experts are [E, N, K].
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +18,11 @@ from torch import Tensor
 class Kind(NamedTuple):
     """One way to encode values.
 
-    per_code: the number of values of one row per code. decode: returns the values [..., N, K] of
-    codes [..., N, K / per_code] before zeros and scales, fp32, in a new tensor. encode: returns the
-    codes of fp32 values, rounded to the nearest. largest: the greatest magnitude. middle: the value
-    that is subtracted from decoded numbers without zeros and minima. block: the number of columns
-    of a row whose codes lie together.
+    codes: the dtype that holds the codes. per_code: the number of values in one element of `codes`.
+    decode: turns codes [..., N, K / per_code] into new fp32 values [..., N, K], without applying
+    zeros and scales. encode: rounds fp32 values to the nearest codes. largest: the greatest
+    magnitude. middle: subtracted from decoded values if there are neither zeros nor minima.
+    block: the number of adjacent columns whose codes are interleaved.
     """
 
     codes: torch.dtype
@@ -34,23 +35,25 @@ class Kind(NamedTuple):
 
 
 def unpacked(codes: Tensor) -> Tensor:
-    """The numbers 0..15, uint8 [..., K], in bytes [..., K / 2].
+    """Unpack bytes [..., K / 2] into numbers 0..15, uint8 [..., K].
 
-    Byte j of a block of 128 columns has column j in its low four bits and column j + 64 in its high
-    ones. The rest of K, which is even, is a shorter block of two halves.
+    In each block of 128 columns, the low four bits of byte j hold column j and its high four bits
+    hold column j + 64. If columns remain, always an even number, they form a shorter block, also
+    with two halves.
     """
     parts = [torch.cat((b & 15, b >> 4), -1).flatten(-2) for b in _blocks(codes, BLOCK // 2)]
     return torch.cat(parts, -1)
 
 
 def packed(numbers: Tensor) -> Tensor:
-    """The bytes [..., K / 2] that hold numbers 0..15, uint8 [..., K]; see `unpacked`."""
+    """Pack numbers 0..15, uint8 [..., K], into bytes [..., K / 2]; see `unpacked`."""
     halves = [block.chunk(2, -1) for block in _blocks(numbers, BLOCK)]
     return torch.cat([(low | high << 4).flatten(-2) for low, high in halves], -1)
 
 
 def _blocks(tensor: Tensor, width: int) -> list[Tensor]:
-    """The blocks [..., B, width] of the last dimension, and the rest [..., 1, R] of it."""
+    """Split the last dimension into blocks [..., B, width] and a remainder [..., 1, R]. Leave out
+    whichever is empty."""
     count = tensor.shape[-1] // width
     whole, rest = tensor[..., : count * width], tensor[..., count * width :]
     found = [whole.unflatten(-1, (count, width)), rest.unsqueeze(-2)]
@@ -95,15 +98,18 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The form of a stored weight, known before its values.
+    """The format of a quantised weight, without its values.
 
-    kind: a name in `KINDS`. group: the rows and columns of values that share a scale; 0 columns
-    mean a whole row. The last group of a row or column may be smaller. has_zeros: groups have a
-    number, int8 for codes of int8 and else uint8, that is subtracted from their decoded codes.
-    scales: their dtype, fp32, fp16 or bf16, or uint8 for powers of two: the exponent plus 127 (e8m0
-    of https://arxiv.org/abs/2310.10537, which has no zero and no sign; 255 is NaN). has_minima:
-    instead of a zero, groups have a number in the scales' dtype that is subtracted from codes times
-    scales.
+    kind: a name in `KINDS`.
+    group: the numbers of rows and columns whose values share a scale; 0 columns mean a whole row.
+        The last group of a row or column may be smaller.
+    has_zeros: whether each group has a zero, which is subtracted from its decoded codes. Zeros are
+        int8 for int8 codes, and uint8 otherwise.
+    scales: the dtype of the scales: fp32, fp16 or bf16, or uint8 for powers of two. A uint8 is the
+        exponent plus 127 (e8m0 of https://arxiv.org/abs/2310.10537, which has no zero and no sign;
+        255 is NaN).
+    has_minima: whether each group has a minimum instead of a zero. It is in the scales' dtype, and
+        is subtracted from codes times scales.
     """
 
     kind: str
@@ -114,37 +120,38 @@ class Storage:
 
     @property
     def is_apart(self) -> bool:
-        """True if the numbers of one code may have different scales, or have minima."""
+        """Whether the two values of a byte may have different scales, or have minima."""
         return KINDS[self.kind].per_code > 1 and (self.group[1] % BLOCK > 0 or self.has_minima)
 
     def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the codes of a weight of `shape`."""
+        """Return the shape of the codes of a weight of `shape`."""
         return (*shape[:-1], shape[-1] // KINDS[self.kind].per_code)
 
     def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the scales, and of the zeros or minima, of a weight of `shape`."""
+        """Return the shape of the scales, and of zeros or minima, of a weight of `shape`."""
         *outer, rows, columns = shape
         high, wide = self.group
         return (*outer, -(-rows // high), -(-columns // wide) if wide else 1)
 
     def num_bytes(self, shape: Sequence[int]) -> int:
-        """Bytes of a weight of `shape`."""
+        """Return the bytes that a weight of `shape` takes, with scales, zeros and minima."""
         codes = torch.Size(self.codes_shape(shape)).numel() * KINDS[self.kind].codes.itemsize
         of_group = self.scales.itemsize * (1 + self.has_minima) + self.has_zeros
         return codes + torch.Size(self.scales_shape(shape)).numel() * of_group
 
     def numbers_of_code(self, dim: int) -> int:
-        """The number of rows (`dim` -2) or columns (-1) in one code."""
+        """Return how many rows (`dim` -2) or columns (-1) one element of the codes holds."""
         return KINDS[self.kind].per_code if dim == -1 else 1
 
     def can_cut(self, dim: int, place: int, size: int) -> bool:
-        """True if the `size` rows (`dim` -2) or columns (-1) of a weight can be cut before entry
-        `place`. Groups and codes must stay whole."""
+        """Return whether a weight of `size` rows (`dim` -2) or columns (-1) can be cut before index
+        `place` without cutting through a group or a code."""
         units = self.group[dim] or 1, self.numbers_of_code(dim)
         return place == size or not any(place % unit for unit in units)
 
     def of_each(self, shared: Tensor, shape: Sequence[int]) -> Tensor:
-        """Values of the groups of a weight of `shape`, shaped to broadcast to its numbers."""
+        """Expand values per group, such as scales, so that they broadcast to a weight of
+        `shape`."""
         (high, wide), (rows, columns) = self.group, shape[-2:]
         if high > 1:
             shared = shared.repeat_interleave(high, -2)[..., :rows, :]
@@ -156,9 +163,12 @@ class Storage:
         return scales.view(torch.float8_e8m0fnu).float() if powers else scales.float()
 
     def quantised(self, numbers: Tensor) -> "Stored":
-        """Numbers [..., N, K], stored in this form. The largest number of a group gets the largest
-        code, or at least half of it if scales are powers of two. Zeros and minima subtract the
-        kind's middle."""
+        """Quantise numbers [..., N, K] to this format.
+
+        Scales are chosen so that a group's largest number gets the largest code, or at least half
+        of it if scales are powers of two. Zeros or minima, if any, just subtract the kind's
+        `middle`.
+        """
         kind, (high, wide), (rows, columns) = KINDS[self.kind], self.group, numbers.shape[-2:]
         wide = wide or columns
         most = F.pad(numbers.float().abs(), (0, -columns % wide, 0, -rows % high))
@@ -176,9 +186,10 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A weight [..., N, K] in the quantised form that matmuls read; see `Storage` for the shapes.
-    codes: in the kind's dtype. scales, zeros: in the storage's dtypes. zeros may be minima, or
-    None.
+    """A weight [..., N, K] in the quantised form that matmuls read.
+
+    `storage` gives the shapes and dtypes of the other fields. zeros: the groups' zeros, or their
+    minima, or None.
     """
 
     codes: Tensor
@@ -200,7 +211,8 @@ class Stored:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def plain(self, dtype: torch.dtype) -> Tensor:
-        """The dequantised values, [..., N, K], contiguous, rounded once, to `dtype`."""
+        """Return the dequantised values [..., N, K], contiguous. They are computed in fp32 and
+        rounded to `dtype`."""
         kind, factors = KINDS[self.storage.kind], self.storage.factors(self.scales)
         numbers = kind.decode(self.codes)
         shift: Tensor | float = kind.middle
@@ -214,12 +226,12 @@ class Stored:
         return numbers.to(dtype)
 
     def rows(self, start: int, stop: int) -> "Stored":
-        """A view of the rows start..stop. Raises `ValueError` for a cut through a group."""
+        """Return a view of the rows start..stop. Raises `ValueError` if a group would be cut."""
         return self._cut(-2, start, stop)
 
     def columns(self, start: int, stop: int) -> "Stored":
-        """A view of the columns start..stop, or a copy if a block of codes is cut. Raises as `rows`
-        does."""
+        """Return a view of the columns start..stop, or a copy if that cuts through a block of
+        interleaved codes. Raises `ValueError` if a group would be cut."""
         return self._cut(-1, start, stop)
 
     def _cut(self, dim: int, start: int, stop: int) -> "Stored":
@@ -240,7 +252,8 @@ class Stored:
         return self._each(part)
 
     def reordered(self, order: Tensor) -> "Stored":
-        """The rows, reordered within each run of P rows. order: int64 [P], the previous indices."""
+        """Reorder the rows within each run of P rows. order: int64 [P], the previous index of each
+        row in the run."""
         part = self if self.storage.group[0] % len(order) == 0 else self._by_rows()
         places = torch.arange(self.shape[-2], device=order.device)
         places = places.view(-1, len(order))[:, order].flatten()
@@ -252,12 +265,12 @@ class Stored:
         return part._each(moved)
 
     def __getitem__(self, index: int) -> "Stored":
-        """A view of one expert's weight."""
+        """Return a view of one expert's weight."""
         assert self.codes.dim() > 2
         return self._each(lambda field: field[index])
 
     def copied(self, device: torch.device) -> "Stored":
-        """A contiguous copy on `device`."""
+        """Return a contiguous copy on `device`."""
         return self._each(lambda field: field.to(device, copy=True).contiguous())
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Stored":
@@ -266,8 +279,8 @@ class Stored:
 
     @staticmethod
     def joined(parts: Sequence["Stored"]) -> "Stored":
-        """One weight with the rows of all parts, in one storage. If a part ends within a group of
-        rows, each row gets its own scales."""
+        """Concatenate weights of the same format along their rows. If a weight ends within a group
+        of rows, each row of the result gets its own scales."""
         assert len({part.storage for part in parts}) == 1
         high = parts[0].storage.group[0]
         if any(part.shape[-2] % high for part in parts[:-1]):
@@ -289,5 +302,5 @@ class Stored:
 
 
 def plain_of(weight: Tensor | Stored, dtype: torch.dtype) -> Tensor:
-    """A weight's dequantised values; a plain tensor is returned as it is."""
+    """Return a weight's dequantised values. A plain tensor is returned as it is."""
     return weight if isinstance(weight, Tensor) else weight.plain(dtype)

@@ -1,5 +1,5 @@
-"""Addresses of a stored weight's codes, scales and zeros, for kernels that decode them in
-registers. Each slice of a tile is in one group of columns.
+"""Computes the addresses of a quantised weight's codes, scales and zeros, for kernels that decode
+them in registers. A tile is cut into slices so that each slice lies in one group of columns.
 """
 
 from typing import NamedTuple
@@ -16,18 +16,18 @@ HALF = tl.constexpr(BLOCK // 2)  # distance in columns of a byte's two values
 
 
 class Form(NamedTuple):
-    """A weight's storage as constants of the kernel."""
+    """A weight's `Storage` as compile-time constants for kernels."""
 
     kind: str
     per_code: int  # values per byte
     high: int  # rows that share a scale
     wide: int  # columns that share a scale; 0 if a whole row does
     groups: int  # groups of columns in a row
-    has_zeros: bool  # or minima
+    has_zeros: bool  # zeros or minima
     has_minima: bool
-    is_apart: bool  # whether the two numbers of a byte may have different scales, or have minima
-    whole: int  # columns before a shorter last block
-    rest: int  # columns between the two numbers of a byte of the last block
+    is_apart: bool  # whether the two values of a byte may have different scales, or have minima
+    whole: int  # columns in blocks of full length
+    rest: int  # columns between the two values of a byte in a shorter last block; 0 without one
 
     @classmethod
     def of(cls, weight: Stored) -> "Form":
@@ -41,12 +41,14 @@ class Form(NamedTuple):
 
 
 def form_of(weight: Tensor | Stored) -> Form | None:
-    """The constants of a stored weight, which may be on meta; None for a plain one."""
+    """Return the form of a quantised weight, which may be on the meta device; None for a plain
+    weight."""
     return None if isinstance(weight, Tensor) else Form.of(weight)
 
 
 def operands_of(weight: Tensor | Stored) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A weight, or a stored weight's codes as bytes, scales and zeros, all contiguous."""
+    """Return the tensors that a kernel gets for a weight: a quantised weight's codes as bytes,
+    scales and zeros; or a plain weight and two times None. All must be contiguous."""
     if isinstance(weight, Tensor):
         assert weight.is_contiguous()
         return weight, None, None
@@ -56,8 +58,8 @@ def operands_of(weight: Tensor | Stored) -> tuple[Tensor, Tensor | None, Tensor 
 
 @triton.jit
 def rows_of(codes_ptr, scales_ptr, zeros_ptr, row, K: tl.constexpr, FORM: tl.constexpr):
-    """Pointers to the codes, scales and zeros of rows [N] with K numbers each. Rows are counted
-    through all experts, and groups do not cross the borders of experts.
+    """Return pointers to the codes, scales and zeros of rows [N] with K numbers each. Row numbers
+    continue from one expert to the next, and no group has rows of two experts.
     """
     row = row.to(tl.int64)
     place = row // FORM.high * FORM.groups
@@ -70,7 +72,8 @@ def rows_of(codes_ptr, scales_ptr, zeros_ptr, row, K: tl.constexpr, FORM: tl.con
 
 @triton.jit
 def along_features(scale, FORM: tl.constexpr, SLICES: tl.constexpr):
-    """Scales from `row_scales` in a shape that broadcasts over sums [N, M] or [SLICES, N, M]."""
+    """Reshape scales from `row_scales` so that they broadcast over sums [N, M] or [SLICES, N,
+    M]."""
     if FORM.wide == 0:
         scale = tl.trans(scale)
         if SLICES > 1:
@@ -80,23 +83,24 @@ def along_features(scale, FORM: tl.constexpr, SLICES: tl.constexpr):
 
 @triton.jit
 def bytes_of(start, WIDTH: tl.constexpr, SLICES: tl.constexpr):
-    """The first byte of each slice of a tile that begins at byte `start`: [], or [SLICES]."""
+    """Return the first byte of each slice of a tile that begins at byte `start`: [], or
+    [SLICES]."""
     return start if SLICES == 1 else start + tl.arange(0, SLICES) * WIDTH
 
 
 @triton.jit
 def first_columns(start, begin_low, FORM: tl.constexpr):
-    """The first column, of low codes, of each slice of the tile that begins at byte `start`.
+    """Return the first low code's column in each slice of the tile that begins at byte `start`.
 
-    begin_low: the first column of the tile at byte 0.
+    begin_low: the same for the tile at byte 0.
     """
     return begin_low + start * FORM.per_code
 
 
 @triton.jit
 def high_columns(low, FORM: tl.constexpr):
-    """The columns of the high codes in the bytes whose low codes have the columns `low`."""
-    if FORM.rest > 0:  # a last block that is shorter has two halves as well
+    """Return the columns of the high codes in the bytes whose low codes have the columns `low`."""
+    if FORM.rest > 0:  # the two halves of a shorter last block are shorter, too
         return low + tl.where(low < FORM.whole, HALF, FORM.rest)
     else:
         return low + HALF
@@ -104,15 +108,16 @@ def high_columns(low, FORM: tl.constexpr):
 
 @triton.jit
 def in_slices(first, WIDTH: tl.constexpr, SLICES: tl.constexpr):
-    """WIDTH places from each of `first` on: [WIDTH], or [SLICES, WIDTH]."""
+    """Return WIDTH consecutive indices from each slice's `first` on: [WIDTH], or [SLICES,
+    WIDTH]."""
     places = tl.arange(0, WIDTH)
     return first + places if SLICES == 1 else first[:, None] + places[None, :]
 
 
 @triton.jit
 def of_groups(fields_ptr, column, live, FORM: tl.constexpr, SLICES: tl.constexpr):
-    """Scales or zeros from pointers to rows [N], for the groups of each slice's first column: [N,
-    1], or [SLICES, N, 1]."""
+    """Load scales or zeros, from pointers to rows [N], for the group of each slice's first column:
+    [N, 1], or [SLICES, N, 1]."""
     group = column * 0
     if FORM.wide > 0:
         group = tl.minimum(column // FORM.wide, FORM.groups - 1)
@@ -125,9 +130,9 @@ def of_groups(fields_ptr, column, live, FORM: tl.constexpr, SLICES: tl.constexpr
 
 @triton.jit
 def groups_of(scales_ptr, zeros_ptr, column, live, FORM: tl.constexpr, SLICES: tl.constexpr):
-    """The scales and the zeros, or minima, of the groups to which columns `column` of a tile
-    belong. The zero is 0 if the form has none. The scale is 1 if whole rows share one, which
-    multiplies the sums at the end."""
+    """Load the scales, and the zeros or minima, of the groups that columns `column` of a tile
+    belong to. The zero is 0 if the form has neither. The scale is 1 if whole rows share a scale;
+    that one is applied to the sums at the end."""
     scale, zero = 1.0, 0
     if FORM.wide > 0:
         scale = of_groups(scales_ptr, column, live, FORM, SLICES)
@@ -140,8 +145,8 @@ def groups_of(scales_ptr, zeros_ptr, column, live, FORM: tl.constexpr, SLICES: t
 def tile_groups(
     scales_ptr, zeros_ptr, start, begin_low, live, FORM: tl.constexpr, SLICES: tl.constexpr
 ):
-    """The results of `groups_of` for the low and for the high codes of the tile that begins at byte
-    `start`."""
+    """Return `groups_of` for the low codes, and then for the high codes, of the tile that begins at
+    byte `start`."""
     column = first_columns(start, begin_low, FORM)
     scale, zero = groups_of(scales_ptr, zeros_ptr, column, live, FORM, SLICES)
     scale_high, zero_high = scale, zero
@@ -153,7 +158,8 @@ def tile_groups(
 
 @triton.jit
 def row_scales(scales, live, FORM: tl.constexpr):
-    """[1, N] fp32 scales of whole rows, from pointers [N]; 1 if groups of columns have scales."""
+    """Load the fp32 scales of whole rows, [1, N], from pointers [N]. Return 1 if rows have several
+    scales."""
     scale = 1.0
     if FORM.wide == 0:
         scale = scale_of(tl.load(scales, mask=live, other=0))[None, :]
@@ -162,8 +168,10 @@ def row_scales(scales, live, FORM: tl.constexpr):
 
 @triton.jit
 def row_scaled(sums, scale, FORM: tl.constexpr, dtype: tl.constexpr):
-    """fp32 sums from `stored_sums`, of x in `dtype`, times the scales of rows, which broadcast over
-    them."""
+    """Multiply fp32 sums from `stored_sums` by the scales of whole rows, if there are any.
+
+    scale: broadcasts over the sums. dtype: the dtype of x.
+    """
     if FORM.wide == 0:
         sums = corrected(sums, FORM, dtype) * scale
     return sums

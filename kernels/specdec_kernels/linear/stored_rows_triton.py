@@ -1,8 +1,9 @@
-"""A matmul of rows with a stored weight, by sums as in `stored_sums_triton`.
+"""A matmul with a quantised weight, for few rows of x, with the same fused steps as in
+`few_rows_triton`.
 
-The fused steps are those of `few_rows_triton`. If x consists of terms of fp8 (see `terms_triton`),
-codes of fp8 need no registers: tensor cores read them in stored form. Codes of four bits only need
-to be separated. Then each row of x is two rows, and their sums are added up at the end.
+`stored_sums_triton` computes the sums. If x is split into fp8 terms (see `terms_triton`), each row
+of x becomes two rows, whose sums are added up at the end. Tensor cores then read fp8 codes in their
+stored form, without registers. Four-bit codes only need to be separated.
 """
 
 from typing import Any
@@ -32,19 +33,19 @@ from specdec_kernels.linear.tile_tables import Tiles
 
 @triton.jit(do_not_specialize=["num_rows"])
 def stored_rows_kernel(
-    x_ptr,  # [T, K]; or [T, TERMS, K], terms of x
-    squares_ptr,  # [T, P] fp32, sums of squares of parts of each row; only with PARTS
+    x_ptr,  # [T, K]; or [T, TERMS, K], fp8 terms of x
+    squares_ptr,  # [T, P] fp32, partial sums of squares of each row; only with PARTS
     codes_ptr,  # [N, K / FORM.per_code] bytes; with ACTIVATION [2 N, ...], the gate's rows first
     bias_ptr,  # [N], or None
     residual_ptr,  # [T, N], or None
     norm_ptr,  # [N], or None
     out_ptr,  # [T, N], out
-    scaled_ptr,  # [T, N], the output times norm, written too; only with norm
+    scaled_ptr,  # [T, N], out times norm, out; only with norm
     out_squares_ptr,  # [T, N / BLOCK_N] fp32, out; only with norm
     scales_ptr,  # [N / FORM.high, FORM.groups]
-    zeros_ptr,  # the same shape, uint8, or minima of the scales' dtype, or None
-    x_scales_ptr,  # [T] fp32, of terms; else None
-    x_sums_ptr,  # [K / BLOCK, T] fp32, of terms with codes of four bits; else None
+    zeros_ptr,  # the same shape: uint8, or minima in the scales' dtype; or None
+    x_scales_ptr,  # [T] fp32, scales of the terms; None without terms
+    x_sums_ptr,  # [K / BLOCK, T] fp32, sums of x; only for terms and four-bit codes
     partial_ptr,  # [1, or 2 with ACTIVATION, SPLITS, T, N] fp32, out; only with SPLITS > 1
     counters_ptr,  # [>= row blocks * N / BLOCK_N] int32, zeros; only with SPLITS > 1
     num_rows,
@@ -55,7 +56,7 @@ def stored_rows_kernel(
     K: tl.constexpr,
     FORM: tl.constexpr,
     PARTS: tl.constexpr,  # P, or 0 if x is not scaled
-    ACTIVATION: tl.constexpr,  # "" for a plain product
+    ACTIVATION: tl.constexpr,  # "" without a gate
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -63,11 +64,11 @@ def stored_rows_kernel(
     SLICES: tl.constexpr = TILES.slices
     SPLITS: tl.constexpr = TILES.splits
     GATED: tl.constexpr = ACTIVATION != ""
-    ROW: tl.constexpr = K // FORM.per_code  # bytes of a row of the weight; below, bytes of a tile
+    ROW: tl.constexpr = K // FORM.per_code  # bytes per row of the weight; TILE: bytes per tile row
     TILE: tl.constexpr = TILES.block_k // FORM.per_code
     SHARE: tl.constexpr = (ROW + SPLITS * TILE - 1) // (SPLITS * TILE) * TILE
     HELD: tl.constexpr = SHARE * FORM.per_code <= TILES.early
-    OF_ROW: tl.constexpr = 1 if x_scales_ptr is None else TERMS  # rows of x for each row of out
+    OF_ROW: tl.constexpr = 1 if x_scales_ptr is None else TERMS  # rows of x per row of out
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     eps = tl.full([], eps, tl.float32)  # a Python float reaches torch.compile's kernels as fp64
 
@@ -105,7 +106,7 @@ def stored_rows_kernel(
             )
     after_predecessor(DEPENDENT)
 
-    # Load the epilogue's operands before the loop, so that it does not wait for them.
+    # Load the epilogue's operands before the loop, so that the epilogue need not wait for them.
     if residual_ptr is not None:
         residual_ptr += row.to(tl.int64)[:, None] * residual_stride + column[None, :]
         residual = tl.load(residual_ptr, mask=mask, other=0.0)
@@ -169,10 +170,10 @@ def stored_rows_kernel(
 def stored_rows_linear(
     x: Tensor, weight: Stored, tiles: Tiles, as_terms: bool = False, **fused: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel for x [T, K]; `fused` as in `Fused`, results as in `Launch`.
+    """Launch the kernel for x [T, K]. fused: fields of `Fused`. Returns `Launch.results`.
 
-    as_terms: whether x is multiplied as terms of fp8. This needs one slice, and codes of fp8, or of
-        int4 in tiles of a block whose codes share a scale.
+    as_terms: whether to split x into fp8 terms. This needs tiles of one slice. The codes must be
+        fp8; or int4, with tiles of one block of columns that share a scale.
     """
     operands, numbers, constants, results = prepared(x, weight, tiles.block_n, Fused(**fused))
     num_rows, num_features = results[0].shape

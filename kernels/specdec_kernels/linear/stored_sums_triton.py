@@ -1,8 +1,10 @@
-"""Sums of a matmul of rows with a stored weight, whose codes are decoded in registers. The weight
-is the left operand of every matmul, which tensor cores read from registers, and x is the right
-operand. Each slice of a tile is in one group of columns, and its result is multiplied by the
-group's scales. Scales of whole rows are applied at the end. Shares of at most `Tiles.early` numbers
-are loaded before the wait, both codes and groups, without a loop.
+"""Multiplies x by a quantised weight, whose codes are decoded in registers.
+
+The weight is the left operand of every matmul, which tensor cores can read from registers, and x is
+the right operand. Each slice of a tile lies in one group of columns, and its result is multiplied
+by the group's scales. Scales of whole rows are applied at the end. If a program's share of each row
+has at most `Tiles.early` numbers, all its codes, scales and zeros are loaded before it waits for
+the preceding kernel.
 """
 
 import triton
@@ -46,8 +48,9 @@ def without_zeros(numbers, zero, FORM: tl.constexpr):
 
 @triton.jit
 def add_scaled(x, numbers, scale, zero, sums, FORM: tl.constexpr, SLICES: tl.constexpr):
-    """sums + (numbers @ x.T) * scale, slice by slice. Scales of whole rows are left out. Minima,
-    which replace zeros, are multiplied by sums of x, so that no number is rounded.
+    """Return sums + (numbers @ x.T) * scale, separately for each slice. Scales of whole rows are
+    not applied. Minima, which replace zeros, are multiplied by sums of x instead of being
+    subtracted from numbers, which would round them.
     """
     if FORM.wide == 0:
         sums = add_product(x, numbers, sums, SLICES, True)
@@ -64,7 +67,7 @@ def add_scaled(x, numbers, scale, zero, sums, FORM: tl.constexpr, SLICES: tl.con
 
 @triton.jit
 def add_stored(
-    x,  # [M, W] or [SLICES, M, W], the numbers of x for low codes
+    x,  # [M, W] or [SLICES, M, W], the values of x that belong to low codes
     x_high,  # the same for high codes
     codes,  # [N, W] or [SLICES, N, W] bytes
     groups,  # a result of `tile_groups`
@@ -72,7 +75,7 @@ def add_stored(
     FORM: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """Return sums plus x times a tile of the weight."""
+    """Return sums + weight @ x.T for one tile of the weight."""
     scale, zero, scale_high, zero_high = groups
     if FORM.per_code == 1:
         numbers = decoded(codes, FORM, x.dtype)
@@ -94,7 +97,7 @@ def add_stored(
 
 @triton.jit
 def first_low(FORM: tl.constexpr, TILES: tl.constexpr):
-    """The first column, of low codes, of each slice of the tile at byte 0."""
+    """Return the first low code's column in each slice of the tile at byte 0."""
     begin = bytes_of(0, TILES.block_k // FORM.per_code // TILES.slices, TILES.slices)
     if FORM.per_code == 2:
         begin += begin // HALF * HALF
@@ -105,13 +108,14 @@ def first_low(FORM: tl.constexpr, TILES: tl.constexpr):
 def load_x(
     x_rows,  # [M] pointers to rows of x
     row_live,  # [M]
-    inside,  # whether a row has each of the tile's features
-    low,  # the first columns of slices, for low codes
-    high,
+    inside,  # whether each of the tile's columns is within a row
+    low,  # the first column of each slice, for low codes
+    high,  # the same for high codes
     FORM: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """The values of x for a tile's low and high codes, [M, W] or [SLICES, M, W] each."""
+    """Load the values of x that belong to a tile's low codes and to its high codes: [M, W] or
+    [SLICES, M, W] each."""
     SLICES: tl.constexpr = TILES.slices
     WIDTH: tl.constexpr = TILES.block_k // FORM.per_code // SLICES
     live = along_rows(row_live, SLICES) & inside
@@ -129,14 +133,14 @@ def held_share(
     scales,
     zeros,
     live,  # [N]
-    first,  # byte of each row
-    SHARE: tl.constexpr,  # bytes of whole tiles
+    first,  # the share's first byte in each row
+    SHARE: tl.constexpr,  # bytes per row, a multiple of the tile
     ROW: tl.constexpr,
     FORM: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """A program's share of rows, if it has few tiles: the codes of each tile, and its
-    `tile_groups`."""
+    """Load a program's whole share of the weight into registers. Return the codes of each tile, and
+    the `tile_groups` of each tile."""
     SLICES: tl.constexpr = TILES.slices
     TILE: tl.constexpr = TILES.block_k // FORM.per_code
     WIDTH: tl.constexpr = TILE // SLICES
@@ -152,9 +156,10 @@ def held_share(
 
 @triton.jit
 def pinned(tile):
-    """Return the tile from code that stays after all earlier loads. A matmul operand needs an
-    exchange between threads. The compiler would put it directly after the operand's load, so that
-    each load would wait for the previous one.
+    """Return the tile unchanged, from code that the compiler cannot move before earlier loads.
+
+    A matmul operand must be exchanged between threads. The compiler would put that exchange
+    directly after the operand's load, and each load would wait for the previous one.
     """
     if INTERPRETED:
         return tile
@@ -184,7 +189,8 @@ def held_sums(
     TILES: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Like `stored_sums`, for weights in registers: all of x is loaded at once."""
+    """Compute `stored_sums` for a weight that is already in registers. All of x is loaded at
+    once."""
     SLICES: tl.constexpr = TILES.slices
     TILE: tl.constexpr = TILES.block_k // FORM.per_code
     WIDTH: tl.constexpr = TILE // SLICES
@@ -194,7 +200,7 @@ def held_sums(
     for place in tl.static_range(0, SHARE, TILE):
         byte = in_slices(bytes_of(first + place, WIDTH, SLICES), WIDTH, SLICES)
         low = first_columns(first + place, first_low(FORM, TILES), FORM)
-        # Slices begin at multiples of 16. The compiler cannot see that in a short last block.
+        # Slices begin at multiples of 16. The compiler cannot see that for a shorter last block.
         high = tl.multiple_of(high_columns(low, FORM), 16)
         inside = along_depth(byte < ROW, SLICES)
         x_tiles += (load_x(x_rows, row_live, inside, low, high, FORM, TILES),)
@@ -218,7 +224,7 @@ def stored_sums(
     scales_up,
     zeros_up,
     live,  # [N]
-    first,  # byte of each row of the weight
+    first,  # the first byte to read in each row of the weight
     stop,
     sums,  # [N, M] or [SLICES, N, M] fp32
     sums_up,
@@ -226,11 +232,12 @@ def stored_sums(
     FORM: tl.constexpr,
     TILES: tl.constexpr,
     GATED: tl.constexpr,
-    SPLITS: tl.constexpr,  # programs that share a sum
+    SPLITS: tl.constexpr,  # programs that divide a sum
 ):
-    """Return sums and sums_up plus x times bytes `first` to `stop` of the weight's rows.
+    """Multiply x by bytes `first` to `stop` of the weight's rows, add the results to `sums` and
+    `sums_up`, and return both.
 
-    Scales of whole rows are left out: see `row_scaled`.
+    Scales of whole rows are not applied: see `row_scaled`.
     """
     SLICES: tl.constexpr = TILES.slices
     ROW: tl.constexpr = K // FORM.per_code
@@ -243,7 +250,7 @@ def stored_sums(
     if GATED:
         groups_up = tile_groups(scales_up, zeros_up, first, begin_low, live, FORM, SLICES)
     for start in range(first, stop, TILE):
-        # Scales are loaded one tile ahead, since a pipeline holds only operands of products.
+        # Load scales one tile ahead: the compiler's pipeline only prefetches operands of matmuls.
         next_groups = tile_groups(scales, zeros, start + TILE, begin_low, live, FORM, SLICES)
         byte = in_slices(bytes_of(start, WIDTH, SLICES), WIDTH, SLICES)
         inside = along_depth(byte < ROW, SLICES)

@@ -1,10 +1,10 @@
-"""Sums of a matmul of terms of x (see `terms_triton`) with four-bit codes.
+"""Multiplies the fp8 terms of x (see `terms_triton`) by four-bit codes.
 
-The bits of a code are an e4m3, so that codes only need to be separated, which takes less than an
-instruction for two. A block of codes is the left operand of one matmul, from registers. Zeros are
-not subtracted from codes, which would need decoding. Instead, a separate matmul multiplies scales
-times zeros with sums of x. Scales and zeros apply to whole blocks; scales of whole rows are applied
-at the end.
+The bits of a code are a valid e4m3, so the two codes of a byte only need to be separated, which
+takes less than one instruction for both. A block of codes is the left operand of one matmul, in
+registers. Zeros are not subtracted from the codes, which would have to be decoded first. Instead, a
+separate matmul multiplies sums of x by scales times zeros. A block of codes has one scale and one
+zero per row. Scales of whole rows are applied at the end.
 """
 
 import triton
@@ -18,14 +18,14 @@ from specdec_kernels.linear.terms_triton import sum_of_terms
 
 COLUMNS = tl.constexpr(BLOCK)
 BYTES = tl.constexpr(BLOCK // 2)
-AT_ONCE = tl.constexpr(32)  # blocks
-LIFT = tl.constexpr(2.0**24)  # of scales in a product, where denormal ones would be zeros
+AT_ONCE = tl.constexpr(32)  # blocks per step of the matmul for the zeros
+LIFT = tl.constexpr(2.0**24)  # factor for scales, because a matmul reads denormal ones as zero
 
 
 @triton.jit
 def add_block(x, codes, scale, sums, FORM: tl.constexpr):
-    """Return sums [N, M] plus CODE times x [M * TERMS, COLUMNS] times a block [N, BYTES] of
-    codes."""
+    """Multiply x [M * TERMS, COLUMNS] by a block of codes, bytes [N, BYTES]. Add CODE times the
+    result to sums [N, M], and return the sums."""
     none = tl.zeros([codes.shape[0], x.shape[0]], tl.float32)
     found = sum_of_terms(add_product(x, block_as_fp8(codes), none, 1, True))
     if FORM.wide > 0:
@@ -45,7 +45,8 @@ def part_of_zeros(
     K: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """CODE times zeros times rows of x, [N, M]. Arguments as in `sums_of_blocks`."""
+    """Return the term to subtract for the zeros, [N, M]: CODE times scales times zeros times sums
+    of x. The arguments are as in `sums_of_blocks`."""
     pointer, num_rows, row, row_live = x_sums
     part = tl.zeros(sums.shape, tl.float32)
     for begin in tl.range(first // BYTES, stop // BYTES, AT_ONCE, num_stages=1):
@@ -71,7 +72,7 @@ def part_of_zeros(
 def sums_of_blocks(
     x_rows,  # [M * TERMS] pointers to rows of terms of x
     x_live,  # [M * TERMS]
-    x_sums,  # a pointer to sums [K / COLUMNS, T], T, rows [M] of x, and whether each exists
+    x_sums,  # a tuple: pointer to sums [K / COLUMNS, T], T, row numbers [M], mask of rows [M]
     codes,  # [N] pointers to the codes, scales and zeros of rows of the weight
     scales,
     zeros,
@@ -79,23 +80,23 @@ def sums_of_blocks(
     scales_up,
     zeros_up,
     live,  # [N]
-    first,  # byte of each row of the weight
+    first,  # the first byte to read in each row of the weight
     stop,
     sums,  # [N, M] fp32
     sums_up,
     K: tl.constexpr,
     FORM: tl.constexpr,
     GATED: tl.constexpr,
-    EVEN: tl.constexpr,  # whether all bytes are those of the rows
+    EVEN: tl.constexpr,  # whether all blocks are whole, so that none needs a mask
 ):
-    """Return sums and sums_up plus CODE times x times bytes `first` to `stop` of the weight's rows.
-    Scales of whole rows are left out."""
+    """Multiply x by bytes `first` to `stop` of the weight's rows, add CODE times the results to
+    `sums` and `sums_up`, and return both. Scales of whole rows are not applied."""
     scale, _ = groups_of(scales, zeros, 2 * first, live, FORM, 1)
     scale_up = scale
     if GATED:
         scale_up, _ = groups_of(scales_up, zeros_up, 2 * first, live, FORM, 1)
     for start in range(first, stop, BYTES):
-        # Scales are loaded one block ahead, since a pipeline holds only operands of products.
+        # Load scales one block ahead: the compiler's pipeline only prefetches operands of matmuls.
         after = 2 * (start + BYTES)
         next_scale, _ = groups_of(scales, zeros, after, live, FORM, 1)
         column = 2 * start + tl.arange(0, COLUMNS)

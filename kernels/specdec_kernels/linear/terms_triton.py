@@ -1,12 +1,12 @@
-"""bf16 rows, each value split into a sum of two fp8 terms. Tensor cores multiply the terms with fp8
-codes, and with four-bit codes, which are valid e4m3 values too.
+"""Splits each value of bf16 rows into a sum of two fp8 terms. Tensor cores can multiply these by
+fp8 codes, and by four-bit codes, which are also valid e4m3 values.
 
-A bf16 has 8 significant bits and an e4m3 has 4. The first term has a number's first four bits, and
-the second has the rest. Each row is scaled by a power of two, so that its largest number lies
-between 128 and 256. Then the sum of both terms is exact for numbers down to 2^-9 of the largest.
-For smaller numbers its error is at most 2^-16 of the largest.
+A bf16 has 8 significant bits and an e4m3 has 4. The first term has the value's first four bits, and
+the second term has the rest. Each row is first scaled by a power of two, so that its largest value
+lies between 128 and 256. Then the sum of both terms is exact for values down to 2^-9 of the row's
+largest. For smaller values the error is at most 2^-16 of the largest.
 
-Sums of x are used to account for the codes' zeros: see `terms_sums_triton`.
+Sums of x are needed to subtract the codes' zeros: see `terms_sums_triton`.
 """
 
 import torch
@@ -28,7 +28,7 @@ def terms_kernel(
     sums_ptr,  # [K / SUM, T] fp32, out; only with SUM
     x_stride,
     K: tl.constexpr,
-    SUM: tl.constexpr,  # columns of a sum, or 0
+    SUM: tl.constexpr,  # columns per sum, or 0
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -36,18 +36,18 @@ def terms_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * x_stride + column, mask=column < K, other=0.0).to(tl.float32)
-    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)  # of magnitudes
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)  # of the largest magnitude
     exponent = tl.maximum(bits >> 23, 8)  # so that both powers of two below are normal numbers
     x *= ((261 - exponent) << 23).to(tl.float32, bitcast=True)
     scale = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
-    # Truncate instead of rounding, so that no code reads a converted value: ptxas 12.8 reads it
-    # from a wrong register if it is also packed into a word.
+    # Truncate bits instead of rounding to e4m3 and reading that back: if a converted value is also
+    # packed into a word, ptxas 12.8 reads it from a wrong register.
     first = (x.to(tl.int32, bitcast=True) & -(1 << 20)).to(tl.float32, bitcast=True)
     second = (x - first).to(tl.float8e4nv)
     terms_ptr += row * (TERMS * K) + column
     tl.store(terms_ptr, first.to(tl.float8e4nv), mask=column < K)
     tl.store(terms_ptr + K, second, mask=column < K)
-    # e4m3 has no infinity: a row with one, or with NaN, has a scale of NaN.
+    # e4m3 has no infinity, so the scale of a row with an infinity or a NaN is NaN.
     tl.store(scales_ptr + row, tl.where(bits < 0x7F800000, scale, float("nan")))
     if SUM > 0:
         part = tl.arange(0, BLOCK // SUM)
@@ -58,20 +58,20 @@ def terms_kernel(
 
 @triton.jit
 def sum_of_terms(sums):
-    """Add sums [N, M * TERMS] over the terms of rows up to [N, M]. The terms of a row are
-    adjacent."""
+    """Add up the sums [N, M * TERMS] of each row's terms, which are adjacent: [N, M]."""
     M: tl.constexpr = sums.shape[1] // TERMS
     return tl.sum(tl.reshape(sums, [sums.shape[0], M, TERMS]), axis=2)
 
 
 def terms_triton(x: Tensor, summed: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
-    """x [T, K] bf16 in terms.
+    """Split x [T, K] bf16 into two e4m3 terms per value.
+
+    summed: the number of columns per sum of x, a power of two that divides K; 0 for no sums.
 
     Returns:
         Terms [T, 2, K] e4m3.
-        Scales [T] fp32; terms.sum(1) * scales is x.
-        Sums [K / summed, T] fp32 of x / scales over each `summed` columns, a power of two that
-        divides K; None if it is 0.
+        Scales [T] fp32; x is terms.sum(1) times the scales of its rows.
+        Sums [K / summed, T] fp32 of x / scales over each `summed` columns; None if that is 0.
     """
     num_rows, width = x.shape
     assert not summed or width % summed == 0

@@ -1,4 +1,5 @@
-"""Tiles for matmuls of few rows: a table per device, measured by `scripts/bench/tiles.py`."""
+"""Tables of launch configurations for matmuls of few rows, one table per compute capability. They
+were measured with `scripts/bench/tiles.py`."""
 
 from typing import NamedTuple
 
@@ -10,32 +11,35 @@ ANY = 1 << 62
 class Tiles(NamedTuple):
     """Launch configuration of `few_rows_triton.few_rows_linear_kernel`."""
 
-    block_m: int  # at least the number of rows; below 16 they are the columns of mma.sync
+    block_m: int  # at least the number of rows; if below 16, rows are the columns of mma.sync
     block_n: int  # features per program
-    block_k: int  # step along the sum
-    slices: int  # parts of block_k, each for some warps
-    splits: int  # parts of the sum, one per program
+    block_k: int  # step along the reduction dimension
+    slices: int  # equal divisions of block_k, each for some of the warps
+    splits: int  # programs that divide the reduction dimension
     prefetch: int  # values of each weight row to prefetch before the wait
     num_warps: int
     num_stages: int
-    # Values of each weight row to load into registers before the wait. For a stored weight, a
-    # program's whole share is loaded if it is at most this.
+    # Values of each weight row to load into registers before the wait. For quantised weights, a
+    # program loads its whole share of each row, if the share has at most this many values.
     early: int = 0
 
 
 Products = dict[str, tuple[Case[Tiles | None], ...]]
 
-# Cases by kind of matmul: maximum rows and output features, minimum length of the sum. cuBLAS
-# computes matmuls without tiles or a case. Up to 8 rows are the columns of mma.sync, up to 16 its
-# rows; more use an M of 64, which the compiler maps to wgmma. 2112 features are 16 for each
-# multiprocessor. With 16 features a program, four warps each have a quarter of block_k: a warp's
-# products run one after the other, so one slice would take four times as long, longer than loading
-# its weights. For more than 16 rows tiles are wide, since every program loads and multiplies all of
-# x; at 5120 features, 80 programs of 64 features are faster than 160 of 32. From 65 rows on a gate
-# has tiles where one wave of programs fills at least 4 of 5 multiprocessors. Elsewhere cuBLAS was
-# faster. A Markov head has a vocabulary of features with few numbers each. It needs wide programs,
-# since starting a program costs as much as its loads. Sums of more than 6720 features, and products
-# with 2816 features of 8192 numbers, were measured in halves and quarters of a 70B.
+# Cases by kind of matmul: maximum rows and output features, and minimum K. cuBLAS computes matmuls
+# that have no case, or whose case has no tiles.
+#
+# Up to 8 rows are the columns of mma.sync, and up to 16 are its rows. More rows use an M of 64,
+# which the compiler maps to wgmma. 2112 features are 16 for each multiprocessor. With 16 features
+# per program, each of four warps has a quarter of block_k: the matmuls of one warp run one after
+# another, so a single slice would take four times as long, longer than loading its weights.
+#
+# For more than 16 rows, tiles are wide, since every program loads and multiplies all of x: at 5120
+# features, 80 programs of 64 features are faster than 160 programs of 32. From 65 rows on, a gate
+# has tiles if one wave of programs fills at least 4 of 5 multiprocessors; otherwise cuBLAS was
+# faster. A Markov head has as many features as the vocabulary, and a small K. It needs wide
+# programs, since starting a program costs as much as its loads. "add" with more than 6720 features,
+# and 2816 features with a K of 8192, were measured on halves and quarters of a 70B model.
 H200: Products = {
     "norm": (
         Case(Tiles(8, 16, 512, 4, 1, 256, 4, 3, 512), (8, 16896), (3584,)),
@@ -96,9 +100,9 @@ H200: Products = {
 }
 TABLES = {(9, 0): H200}  # by compute capability
 
-# Matmuls with stored weights, by kind of storage. Tensor cores take the weight from registers, so
-# programs for up to 16 rows have 16 features too, and those for more rows have wgmma's 64 or 128. 0
-# splits mean as many as give every multiprocessor three programs of four warps, or one of eight.
+# Matmuls with quantised weights, by kind of code. The weight is the left operand, in registers. So
+# programs for up to 16 rows have 16 features, and programs for more rows have 64 or 128, for wgmma.
+# 0 splits: as many as give every multiprocessor three programs of four warps, or one of eight.
 _BYTES: Products = {
     "norm": (
         Case(Tiles(8, 16, 1024, 4, 1, 1024, 4, 3), (8, ANY), (0,)),
@@ -137,8 +141,9 @@ _HALVES: Products = {
         *_BYTES["add"][2:],
     ),
 }
-# Tiles for minima, or groups of fewer than 32 columns. Larger tiles would have more sums than
-# registers, and so would gates that hold a wider share (by the compiler's count; not timed).
+# Tiles for weights with minima or with groups of fewer than 32 columns. Larger tiles would need
+# more registers than there are, and so would gates that load more values early (according to the
+# compiler; not timed).
 FINE: Products = {
     kind: (
         Case(Tiles(8, 16, 256, 4, splits, 256, 4, 3, few), (8, ANY), (0,)),
@@ -157,8 +162,8 @@ STORED_ROWS = (
 )
 STORED = {"fp8": _BYTES, "int8": _BYTES, "int4": _HALVES, "mxfp4": _HALVES}
 
-# Tiles for more than 8 rows of terms of x, by kind of storage, on devices with a table. 0 splits
-# mean as many as leave each program a multiprocessor, or half of one with four warps.
+# Tiles for matmuls of fp8 terms of x, for more than 8 rows, by kind of code. 0 splits: as many as
+# leave each program a multiprocessor of its own, or half of one if it has four warps.
 _TERMS: Products = {
     kind: (
         Case(Tiles(32, 128, 128, 1, 0, 256, 8, few), (32, ANY), (0,)),

@@ -1,4 +1,5 @@
-"""Launch configurations for matmuls of few rows: looked up in `tile_tables` and fitted to a GPU."""
+"""Chooses launch configurations for matmuls of few rows: looks them up in `tile_tables`, and fits
+them to the GPU."""
 
 import math
 from functools import lru_cache
@@ -24,25 +25,25 @@ WASTE = 1.25  # a partial last wave matters if ceil(waves) is at least this time
 SCRATCH = 4096  # bytes of shared memory for exchanges between warps
 
 # Matmuls of one row.
-NARROW = 7168  # one-row kernels are for residual streams of fewer bytes a row
-LANE = 16  # bytes of one load of a thread
+NARROW = 7168  # one-row kernels are used if a row of the residual stream has fewer bytes
+LANE = 16  # bytes per load of a thread
 LOADED = 256  # bytes of the weight in registers per thread
-GATE = 4096  # for a gate: minimum bytes of each half per program
+GATE = 4096  # minimum bytes of gate weights per program, and of up weights
 MOST = 16  # maximum features per program
 CHUNK = 2048  # maximum values of a row in one tile
-HEAD = 4  # more output features than this for each input feature mark the LM head
+HEAD = 4  # a matmul with more output features per input feature is the LM head
 
-# Matmuls with stored weights.
-LEAST = 512  # minimum values of a row in each split of a sum
+# Matmuls with quantised weights.
+LEAST = 512  # minimum values of a weight row per split
 SPLITS = 8  # maximum splits
-FEW = 8  # rows up to which codes in registers are faster than terms of x
-SLICE = 16  # least bytes of a slice, the K of one tensor-core instruction
+FEW = 8  # up to this many rows, decoding in registers is faster than fp8 terms of x
+SLICE = 16  # minimum bytes per slice, the K of one tensor-core instruction
 
 
 def spread(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY) -> Tiles:
-    """Add stages until two programs do not fit on one multiprocessor, if there are enough
-    multiprocessors. Otherwise the programs of a kernel that starts early would crowd onto the
-    multiprocessors where its predecessor ends first."""
+    """If every program can have its own multiprocessor, add stages until two programs no longer fit
+    on one. Otherwise a kernel that starts early would crowd its programs onto the multiprocessors
+    where the preceding kernel ends first."""
     if programs > MULTIPROCESSORS:
         return tiles
     stage = (tiles.block_n + tiles.block_m) * tiles.block_k * itemsize
@@ -51,8 +52,8 @@ def spread(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY
 
 
 def at_once(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY) -> Tiles:
-    """Reduce a program's shared memory if that lets all programs run at once. A few programs
-    waiting for the others would double the time."""
+    """Reduce a program's shared memory if that lets all programs run at once. If a few programs had
+    to wait for the others to end, the time would double."""
     waves = programs / resident(tiles, itemsize, room)
     if waves <= 1 or math.ceil(waves) < WASTE * waves:
         return tiles
@@ -63,7 +64,7 @@ def at_once(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMOR
 
 
 def resident(tiles: Tiles, itemsize: int, room: int = SHARED_MEMORY) -> int:
-    """The number of programs that run at once, by shared memory alone."""
+    """Return the number of programs that can run at once, as far as shared memory limits it."""
     stage = (tiles.block_n + tiles.block_m) * tiles.block_k * itemsize
     early = tiles.block_n * tiles.early * itemsize
     used = stage * buffers(tiles, itemsize) + early + SCRATCH
@@ -71,22 +72,22 @@ def resident(tiles: Tiles, itemsize: int, room: int = SHARED_MEMORY) -> int:
 
 
 def buffers(tiles: Tiles, itemsize: int) -> int:
-    """The number of buffers of a pipeline. It is one less than its stages, or equal for wgmma,
-    which still reads one of them."""
+    """Return the number of buffers of a pipeline: one fewer than its stages, or as many with wgmma,
+    which reads a buffer for longer."""
     is_wgmma = tiles.block_m >= 64 and itemsize == 2
     return tiles.num_stages if is_wgmma else tiles.num_stages - 1
 
 
 def fitted(tiles: Tiles, parts: int, itemsize: int, room: int) -> Tiles:
-    """Reduce stages, and then their depth, until `room` bytes of shared memory are enough.
+    """Reduce the number of stages, and then block_k, until `room` bytes of shared memory suffice.
 
-    parts: the number of weights that a program reads, 2 for a gate.
+    parts: the number of weight tiles per stage, 2 for a gate.
     """
     while True:
         features = parts * tiles.block_n * itemsize
         stage = features * tiles.block_k + tiles.block_m * tiles.block_k * itemsize
-        # There is one buffer fewer than stages; weights that were loaded early take shared memory
-        # as well.
+        # There is one buffer fewer than stages. Weights that are loaded early also take shared
+        # memory.
         stages = (room - SCRATCH - features * tiles.early) // stage + 1
         if stages >= 2 or tiles.block_k <= 64:
             return tiles._replace(num_stages=max(1, min(tiles.num_stages, stages)))
@@ -97,11 +98,11 @@ def fitted(tiles: Tiles, parts: int, itemsize: int, room: int) -> Tiles:
 
 
 def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) -> Tiles | None:
-    """Tiles for a matmul of `kind` "norm", "gate" or "add"; None for cuBLAS.
+    """Return tiles for a matmul of `kind` "norm", "gate" or "add"; None for cuBLAS.
 
-    The device's table has tiles for 16 bits. They are fitted to other types, to the width and to
-    the shared memory, `room` bytes. For more than `FEW_ROWS` rows they are used unchanged or not at
-    all.
+    The device's table has tiles for 16-bit values. These are fitted to other dtypes, to the width
+    and to the shared memory, `room` bytes (default: the device's). For more than `FEW_ROWS` rows
+    they are used unchanged or not at all.
     """
     gpu = gpu_of(x.device)
     room = gpu.shared_memory if room is None else room
@@ -133,8 +134,8 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) 
 def tiles_for(
     device: tuple[int, int], kind: str, num_rows: int, width: int, num_features: int
 ) -> Tiles | None:
-    """The tiles of the first fitting case in the table of `device`, a compute capability; None, for
-    cuBLAS, if there is no table or no fitting case."""
+    """Return the tiles of the first case that fits in the table for `device`, a compute capability.
+    None means cuBLAS: no case fits, or the case has no tiles."""
     return first_fit(table_for(TABLES, device)[kind], (num_rows, num_features), (width,))
 
 
@@ -147,11 +148,12 @@ class RowTiles(NamedTuple):
 
 
 def choose_row_tiles(kind: str, x: Tensor, weight: Tensor | Stored) -> RowTiles | None:
-    """Tiles for a matmul of `kind` "norm", "gate" or "add" with one row; None for more rows, if
-    other kernels are faster, or if groups of stored weights cut a thread's load."""
+    """Return tiles for a one-row matmul of `kind` "norm", "gate" or "add". None if there are more
+    rows, if other kernels are faster, or if a group boundary of a quantised weight would split a
+    thread's load."""
     num_rows, width = x.shape
     num_features = weight.shape[0] // (2 if kind == "gate" else 1)
-    stream = num_features if kind == "add" else width  # the whole model's width on any rank
+    stream = num_features if kind == "add" else width  # the residual stream's width
     if num_rows != 1 or stream * x.element_size() >= NARROW:
         return None
     held, row = width, width * x.element_size()
@@ -159,8 +161,8 @@ def choose_row_tiles(kind: str, x: Tensor, weight: Tensor | Stored) -> RowTiles 
         if weight.storage.kind not in STORED or not fits_lanes(weight):
             return None
         held = width // KINDS[weight.storage.kind].per_code
-        # If low and high codes have separate scales, scales and minima take as many registers as
-        # values of x.
+        # If low and high codes have separate scales, then scales and minima need as many registers
+        # as the values of x.
         row = row if weight.storage.is_apart else held
     if kind == "norm" and num_features > HEAD * width:
         return None
@@ -173,22 +175,23 @@ def choose_row_tiles(kind: str, x: Tensor, weight: Tensor | Stored) -> RowTiles 
     least = LANE // x.element_size() * 32 * num_warps // block_n
     chunk = chunk_of(held, least)
     if kind == "norm" and -(-num_features // block_n) > 3 * MULTIPROCESSORS:
-        # The compiler converts a whole chunk to fp32 while it waits for x. With a smaller chunk
-        # five programs fit on a multiprocessor instead of three.
+        # The compiled kernel converts a whole chunk to fp32 while it waits for x. With smaller
+        # chunks, five programs fit on a multiprocessor instead of three.
         chunk = max(least, min(chunk, CHUNK // 4))
     return RowTiles(block_n, chunk, num_warps)
 
 
 def fits_lanes(weight: Stored) -> bool:
-    """True if the low codes of every load of a thread lie in one group, and so do the high codes;
-    or if groups are whole rows without minima."""
+    """Return whether no group boundary splits a thread's load, neither in its low codes nor in its
+    high codes. Groups that are whole rows fit if they have no minima."""
     per_code, (_, wide) = KINDS[weight.storage.kind].per_code, weight.storage.group
     fits = weight.shape[1] % (LANE * per_code) == wide % LANE == 0
     return fits and (wide > 0 or not weight.storage.has_minima)
 
 
 def chunk_of(width: int, least: int) -> int:
-    """The largest power of 2 with at most 3 idle lanes for 10 busy ones, or `least`."""
+    """Return the largest chunk, a power of 2, with at most 3 idle lanes for 10 busy ones when rows
+    have `width` values; at least `least`."""
     chunk = min(CHUNK, power_of_2_from(width))
     while chunk > least and 10 * (-width % chunk) > 3 * width:
         chunk //= 2
@@ -196,8 +199,9 @@ def chunk_of(width: int, least: int) -> int:
 
 
 def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
-    """Tiles for a matmul of `kind` "norm", "gate" or "add" of x [T, K] and a stored weight; None if
-    the kernel does not read the weight, or if there are more rows than in the table."""
+    """Return tiles for a matmul of `kind` "norm", "gate" or "add" of x [T, K] and a quantised
+    weight. None if the kernel cannot read the weight, or if there are more rows than the table
+    has."""
     kinds = STORED.get(weight.storage.kind)
     if kinds is None:
         return None
@@ -207,7 +211,7 @@ def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
     tiles = first_fit(kinds[kind], (x.shape[0], features), (weight.shape[1],))
     if tiles is None:
         return None
-    if x.dtype == torch.float32:  # for comparisons only: mma.sync, half as many values
+    if x.dtype == torch.float32:  # only used in comparisons; mma.sync reads half as many values
         tiles = tiles._replace(block_k=max(128, tiles.block_k // 4), num_stages=2, early=0)
     if tiles.splits == 0:
         wanted = MULTIPROCESSORS * (3 if tiles.num_warps == 4 else 1)
@@ -219,8 +223,8 @@ def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
 
 
 def choose_terms_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
-    """Tiles for a matmul of the codes with fp8 terms of x [T, K]; None if that is slower, or if x
-    or the codes do not allow it."""
+    """Return tiles for a matmul of fp8 terms of x [T, K] and a quantised weight's codes. None if
+    that is slower, or impossible for this x or these codes."""
     table = TERMS.get(gpu_of(x.device).capability, {}).get(weight.storage.kind)
     if table is None or weight.storage.is_apart or x.dtype != torch.bfloat16:
         return None
@@ -238,8 +242,9 @@ def choose_terms_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
 
 
 def slices_for(weight: Stored, block_k: int, least: int) -> int | None:
-    """The number of slices of tiles of `block_k`, at least `least`, such that each lies in one
-    group of columns. None for weights that the kernels do not read in slices."""
+    """Return into how many slices, at least `least`, a tile of `block_k` columns must be cut so
+    that each slice lies in one group of columns. None for weights that the kernels cannot read in
+    slices."""
     if weight.storage.kind not in STORED:
         return None
     kind, (_, wide) = KINDS[weight.storage.kind], weight.storage.group

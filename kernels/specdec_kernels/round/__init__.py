@@ -1,1 +1,2 @@
-"""A speculative round on the device: pass inputs, greedy acceptance, state update, n-grams."""
+"""The device's steps in a speculative round: pass inputs, greedy acceptance, state update, n-gram
+lookup."""

@@ -1,8 +1,8 @@
 """The steps of a round on the device: inputs of a pass, lookup of proposals, greedy acceptance,
 state update, time stamps.
 
-Legend: B sequences, R rows of L tokens, K proposal length, Q tokens that a pass feeds of each
-sequence, MB block-table columns. Block 0 is the trash block.
+Legend: B sequences, R rows of L tokens, K proposal length, Q tokens that a pass feeds per sequence,
+MB block-table columns. Block 0 is the trash block, to which padding tokens write keys and values.
 """
 
 import time
@@ -26,17 +26,19 @@ def padded_pass(
     max_len: int,
     num_ids: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Inputs of a pass that feeds Q tokens of each of B sequences, from length + offset on.
+    """Prepare the inputs of a pass that feeds Q tokens per sequence, at positions from length +
+    offset on.
 
-    Token j of a sequence is live iff the sequence is active, its position is within the model, and
-    lens >= offset + j + margin, if lens are given. Other tokens are padding, and their keys go to
-    the trash block.
+    Token j of a sequence is real iff the sequence is active, the token's position is one of the
+    model's, and lens >= offset + j + margin (if lens are given). Other tokens are padding, and
+    their keys and values go to the trash block.
 
-    tokens: [B, Q] int64; clamped into 0..num_ids - 1. length, lens: [B] int64. active: [B] bool.
-    block_tables: [B, MB] int32. max_len: the number of the model's positions.
+    tokens: [B, Q] int64; clamped to 0..num_ids - 1. length: [B] int64, the sequences' lengths.
+    lens: [B] int64, proposal lengths. active: [B] bool. block_tables: [B, MB] int32. block_size:
+    tokens per block. max_len: the number of positions that the model has.
 
-    Returns ids [B * Q] int64; positions [B * Q] int64, clamped into the model's; slots [B * Q]
-    int64; context_lens [B] int32, one more than the last token's unclamped position.
+    Returns ids [B * Q] int64; positions [B * Q] int64, clamped to 0..max_len - 1; cache slots
+    [B * Q] int64; and context_lens [B] int32, one more than the last token's unclamped position.
     """
     place = offset + torch.arange(tokens.shape[1], device=tokens.device)
     at = length[:, None] + place
@@ -60,17 +62,18 @@ def accept(
     accept_noise: Tensor | None = None,
     rates: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Greedy verification: accept the proposals before the first that is not the target's choice.
+    """Verify greedily: accept the proposals before the first that differs from the target's choice.
 
-    The one-hot case of `reject_logits`. With rates, a proposal is accepted iff its noise is below
-    the rate of its place, whatever the target chose.
+    This is the one-hot case of `reject_logits`. With rates, a proposal is instead accepted iff its
+    noise is below the rate for its index, whatever the target chose.
 
     proposed: [B, K] int64, -1 where the draft's logits were not finite. best: [B, K + 1] int64, the
-    target's choice at each place, -1 where its logits were not finite. lens: [B] int64, proposals
-    of each row. accept_noise: [B, K] fp32 in [0, 1). rates: [K] fp32.
+    target's choices, -1 where its logits were not finite. lens: [B] int64, the number of proposals
+    in each row. accept_noise: [B, K] fp32 in [0, 1). rates: [K] fp32.
 
-    Returns tokens [B, K + 1] int64, of which the first accepted + 1 count, and accepted [B] int64:
-    -2 where a proposal is -1, else -1 where `best` is -1 at a place up to `lens`.
+    Returns tokens [B, K + 1] int64, of which the first accepted + 1 are valid, and accepted [B]
+    int64: the number of accepted proposals; -2 if a proposal is -1; -1 if a choice up to index
+    `lens` is -1.
     """
     if rates is None or accept_noise is None:
         stands = proposed == best[:, : proposed.shape[1]]
@@ -108,16 +111,17 @@ def advance(
 ) -> None:
     """Append a round's tokens to every active sequence, in place, and record the round.
 
-    accepted + 1 tokens are appended, or those up to the first end-of-sequence token. A sequence
-    that meets one, or reaches its limit, becomes inactive. The reference takes host tensors only.
+    accepted + 1 tokens are appended, but none after the first end-of-sequence token. A sequence
+    that gets one, or reaches its limit, becomes inactive. The reference takes host tensors only.
 
-    tokens: [B, K + 1] int64. accepted, lens: [B] int64. tail: [B, W] int64, the last W tokens.
-    length, limit: [B] int64, a sequence's number of tokens, and the number at which it ends.
-    active: [B] bool. eos_ids: [E] int64, or empty. record: [B, K + 3] int64: tokens, accepted and
-    lens of every row. history: [R, L] int32, where appended tokens are written too, from place
-    `length` on. rows: [B] int64, each sequence's row of `history`, all different.
+    tokens: [B, K + 1] int64. accepted, lens: [B] int64. tail: [B, W] int64, the last W tokens of
+    each sequence. length: [B] int64, the number of tokens of each sequence. limit: [B] int64, the
+    number at which a sequence ends. active: [B] bool. eos_ids: [E] int64, may be empty. record: [B,
+    K + 3] int64, gets each row's tokens, accepted and lens. history: [R, L] int32, also gets the
+    appended tokens, from index `length` on. rows: [B] int64, each sequence's row in `history`, all
+    different.
     """
-    # Loop over sequences: for a few of them, a dozen tensor operations would take longer.
+    # Loop over sequences: if they are few, a dozen tensor operations would take longer.
     ends = set(eos_ids.tolist())
     told = zip(
         *(x.tolist() for x in (tokens, accepted, lens, length, limit, active, tail)), strict=True
@@ -139,9 +143,11 @@ def advance(
 
 @kernel("specdec_kernels.round.steps_triton:stamp_triton")
 def stamp(out: Tensor, place: int) -> None:
-    """Write the time in nanoseconds into `out[place]`, int64, after earlier kernels have ended. On
-    CUDA it is the device's clock, whose ticks may be a microsecond apart. Only differences are
-    meaningful."""
+    """Write the time in nanoseconds to `out[place]`, int64, once all earlier kernels have ended.
+
+    On CUDA this reads the device's clock, whose ticks may be a microsecond apart. Only differences
+    between times are meaningful.
+    """
     out.numpy()[place] = time.perf_counter_ns()
 
 
@@ -155,13 +161,13 @@ def ngram_lookup(
     shortest: int,
     k: int,
 ) -> tuple[Tensor, Tensor]:
-    """Propose the tokens that followed the first earlier occurrence of the longest suffix.
+    """Propose the tokens that follow the first earlier occurrence of a text's longest suffix.
 
-    Searches for suffixes of `longest` down to `shortest` tokens (Saxena, "Prompt Lookup Decoding",
-    2023). history: [R, L] int32, token ids; rows contiguous. rows, length: [B] int64, the row of
-    each text, and its tokens. room: [B] int64, the maximum number of tokens to find, 0..k. Returns
-    found [B, k] int64 and lens [B] int64: the first lens tokens of a row were found, and the others
-    are 0.
+    Suffixes of `longest` down to `shortest` tokens are tried until one occurs earlier in the text
+    (Saxena, "Prompt Lookup Decoding", 2023). history: [R, L] int32, token ids; rows contiguous.
+    rows: [B] int64, the row of each text. length: [B] int64, the number of its tokens. room: [B]
+    int64, the maximum number of tokens to propose, 0..k. Returns proposals [B, k] int64, padded
+    with 0, and their number lens [B] int64.
     """
     proposed = torch.zeros(len(rows), k, dtype=torch.int64, device=history.device)
     lens = torch.zeros_like(length)
@@ -175,7 +181,8 @@ def ngram_lookup(
 
 
 def _follower(text: Tensor, longest: int, shortest: int) -> int:
-    """The end of the first earlier occurrence of the longest suffix, or the text's end."""
+    """Return the index after the first earlier occurrence of the longest suffix; the text's length
+    if no suffix occurs earlier."""
     held, width = text.cpu().numpy().tobytes(), text.itemsize
     for n in range(min(longest, len(text) - 1), shortest - 1, -1):
         suffix, at = held[-n * width :], -1

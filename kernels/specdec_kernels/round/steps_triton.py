@@ -1,6 +1,6 @@
-"""The steps of a round as Triton kernels. Pass inputs use one lane for each token, and the other
-kernels one program for each sequence. Time stamps are kernels too, since events of a CUDA graph
-cannot be read for each replay.
+"""The steps of a round as Triton kernels. The inputs of a pass use one lane per token, and the
+other kernels use one program per sequence. Time stamps are kernels, too, because events in a CUDA
+graph cannot be read after each replay.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec_kernels.launch_triton import launch_options
 
 BLOCK = 128
-PLACES = 2048  # tokens of a text compared at once per program
+PLACES = 2048  # positions of a text that a program compares at once
 
 
 @triton.jit
@@ -87,8 +87,8 @@ def advance_kernel(
         first = tl.minimum(first, tl.min(tl.where(is_eos, place, WIDTH), axis=0))
     count = tl.minimum(count, first.to(tl.int64) + 1)
 
-    # The last tokens of the old tail and the accepted ones. A -1 becomes a valid id, since the next
-    # round may start before the host has read the record.
+    # The new tail is the end of the old tail and the new tokens. A -1 becomes a valid id, since the
+    # next round may start before the host has read the record.
     at = tl.arange(0, TAIL_BLOCK) + count
     old = tl.load(tail_ptr + row * TAIL + at, mask=at < TAIL, other=0)
     is_new = (at >= TAIL) & (at < TAIL + count)
@@ -275,7 +275,8 @@ def stamp_triton(out: Tensor, place: int) -> None:
 
 @triton.jit
 def suffix_at(text_ptr, place, length, LONGEST: tl.constexpr):
-    """Number of tokens just before each `place` that equal the text's last ones, up to LONGEST."""
+    """Return how many tokens just before each index `place` equal the text's last tokens, up to
+    LONGEST."""
     count = tl.zeros_like(place)
     goes_on = place < length
     for back in tl.static_range(1, LONGEST + 1):
@@ -307,8 +308,8 @@ def ngram_lookup_kernel(
     length = tl.load(length_ptr + b).to(tl.int32)
     room = tl.load(room_ptr + b).to(tl.int32)
 
-    # The first of the longest suffixes has the largest rank. Each lane keeps the best rank among
-    # its positions.
+    # The longest match has the largest rank, and of equal matches the first. Each lane keeps the
+    # best rank among its positions.
     best = tl.zeros([BLOCK], tl.int64)
     for start in range(0, tl.where(room > 0, length, 0), BLOCK):
         place = start + tl.arange(0, BLOCK)

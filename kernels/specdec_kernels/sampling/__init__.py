@@ -1,1 +1,1 @@
-"""From logits to tokens: distributions, draws, rejection sampling, block verification, noise."""
+"""From logits to tokens: distributions, sampling, rejection sampling, block verification, noise."""

@@ -1,5 +1,5 @@
-"""Greedy choice of a token: each program reads a part of a row, and the last one compares the
-parts."""
+"""Greedy choice of a token: each program finds the maximum in a part of a row, and the last program
+compares the parts' maxima."""
 
 import torch
 import triton
@@ -20,7 +20,8 @@ BLOCK = 4096
 
 @triton.jit
 def first_maximum(value, index):
-    """The largest of pairs (value [N], index [N]), with the smallest index of equal ones."""
+    """Return the largest value [N] and its index from `index` [N]. Of equal values, the one with
+    the smallest index wins."""
     top = tl.max(value, axis=0)
     return top, tl.min(tl.where(value == top, index, 2**31 - 1), axis=0)
 
@@ -63,7 +64,7 @@ def greedy_argmax_kernel(
         tops = tl.load(tops_ptr + row * PARTS + every, cache_modifier=".cg")
         indices = tl.load(indices_ptr + row * PARTS + every, cache_modifier=".cg")
         top, first = first_maximum(tops, indices)
-        first = tl.where(tl.abs(top) == float("inf"), -1, first)  # NaN has become inf here
+        first = tl.where(tl.abs(top) == float("inf"), -1, first)  # NaN has become inf above
         tl.store(out_ptr + row, first.to(tl.int64))
 
 

@@ -1,10 +1,11 @@
 """Softmax statistics of rows of logits, with temperature, top-k and top-p: Triton kernels.
 
-A row is cut into parts with a program for each, so that few rows use the whole GPU. The last
-program of a row combines its parts. The normaliser is computed online by parts (Milakov and
-Gimelshein, arXiv 1805.02867). Top-k and top-p need no sorting: a logit has few possible values
-(65281 in bf16). Each pass of a search takes several of them, and counts the tokens or adds up the
-mass at or above each. Probabilities are never stored.
+A row is cut into parts with one program each, so that even a few rows use the whole GPU. The last
+program of a row combines its parts. The normaliser is computed online, part by part (Milakov and
+Gimelshein, arXiv 1805.02867). Top-k and top-p search for their threshold without sorting, because a
+logit has few possible values (65281 in bf16). Each pass of the search takes several of these
+values, and counts the tokens, or adds up the probability mass, at or above each. Probabilities are
+never stored.
 """
 
 import math
@@ -26,19 +27,19 @@ from specdec_kernels.sampling.reference import TINY, LogitRows
 
 BLOCKS = (1024, 4096)  # tokens per program, for few and for many programs
 FEW_PROGRAMS = 264
-# Ranges that a search pass distinguishes, for few and for many programs. With few rows, the number
-# of passes dominates the time; with many rows, the sums in each pass.
+# Into how many ranges a pass of the search divides the values, for few and for many programs. Few
+# rows need few passes, which dominate their time. Many rows need few sums per pass.
 WAYS = (16, 4)
-# The low bits that are zero when a dtype's values are written as fp32, and the number of remaining
-# bits.
+# SHIFT: the low bits that are always zero when a dtype's values are converted to fp32. BITS: the
+# remaining bits.
 SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 BITS = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}
 
 
 @triton.jit
 def key_of(value, SHIFT: tl.constexpr):
-    """Map fp32 values to integers in the same order, consecutive for neighbouring values; both
-    zeros map to 0."""
+    """Map fp32 values to integers in the same order. Neighbouring values of the original dtype get
+    consecutive integers, and both zeros get 0."""
     bits = value.to(tl.int32, bitcast=True)
     magnitude = (bits & 0x7FFFFFFF) >> SHIFT
     return tl.where(bits < 0, -magnitude, magnitude).to(tl.int64)
@@ -46,7 +47,7 @@ def key_of(value, SHIFT: tl.constexpr):
 
 @triton.jit
 def value_of(key, SHIFT: tl.constexpr):
-    """The fp32 value of a key; +0 for both zeros."""
+    """Return the fp32 value of a key from `key_of`; +0 for key 0."""
     key = key.to(tl.int32)
     magnitude = tl.where(key < 0, -key, key) << SHIFT
     value = magnitude.to(tl.float32, bitcast=True)
@@ -55,15 +56,17 @@ def value_of(key, SHIFT: tl.constexpr):
 
 @triton.jit
 def logits_at(logits_ptr, at, mask, V: tl.constexpr):
-    """Logits of a row at indices `at` as fp32, -inf outside `mask` and past its V entries."""
+    """Load a row's logits at indices `at` as fp32; -inf outside `mask` and past its V entries."""
     return tl.load(logits_ptr + at, mask=mask & (at < V), other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def kept_weight(x, at, row_ptr, mask, scale):
-    """exp((x - maximum) / T) for logits x at indices `at`; 0 for tokens that the row drops.
+    """Return exp((x - maximum) / T) for logits x at indices `at`; 0 for tokens that top-k or top-p
+    drop.
 
-    row_ptr: pointer to the row's four statistics, or one pointer for each x.
+    row_ptr: pointer to the row's four statistics (`LogitRows.rows`), or one pointer for each x.
+    scale: log2(e) / T.
     """
     maximum = tl.load(row_ptr, mask=mask, other=0.0)
     threshold = tl.load(row_ptr + 2, mask=mask, other=0.0)
@@ -84,7 +87,7 @@ def row_sums_kernel(
     CUT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Maximum and normaliser of rows without top-k and top-p."""
+    """Compute the maximum and the normaliser of each row, without top-k and top-p."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     after_predecessor(DEPENDENT)
@@ -94,7 +97,7 @@ def row_sums_kernel(
     at = part * CUT.block + tl.arange(0, CUT.block)
     x = logits_at(logits_ptr + row * stride, at, True, CUT.vocab)
     top = tl.max(x, axis=0)
-    # A part with only -inf gives no NaN here. NaN and +inf make the sum NaN.
+    # A part with only -inf must not give a NaN here, but NaN and +inf make the sum NaN.
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2((x - base) * scale), axis=0)
     tl.store(tops_ptr + row * CUT.parts + part, top)
@@ -134,11 +137,11 @@ def search_kernel(
     AFTER_TOP_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Narrow down the largest threshold that has `goal` tokens, or that share of the mass, at or
-    above it.
+    """Narrow down the search for a threshold: the largest one with at least `goal` tokens, or that
+    share of the probability mass, at or above it.
 
-    A call keeps one of WAYS parts of the range. It changes nothing in void rows, or once the range
-    is one value.
+    Each call divides the range of keys by WAYS. It changes nothing if the range is a single value,
+    or if the row's sum is NaN.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -159,7 +162,8 @@ def search_kernel(
             low = tl.load(keys_ptr + row * 2).to(tl.int64)
         elif BY_MASS:
             target = goal * total
-            # V tokens at or below this bound have at most half of the mass that may be dropped.
+            # All V tokens at or below this bound would together have at most half of the mass that
+            # may be dropped.
             share = (1.0 - goal) * total / CUT.vocab
             bound = maximum + (tl.log2(share) - 1.0) / scale
             low = tl.maximum(key_of(bound, SHIFT) - 1, lowest)
@@ -196,8 +200,8 @@ def search_kernel(
             sums = tl.sum(partial, axis=0)
             if FIRST and AFTER_TOP_K:
                 target = goal * tl.sum(tl.where(way == 0, sums, 0.0), axis=0)
-            # Sums fall from one way to the next, since all are rounded alike. The lowest way counts
-            # as reaching the target even if rounding says otherwise.
+            # Sums decrease from one range to the next, since all are rounded alike. The lowest
+            # range counts as reaching the target even if rounding says otherwise.
             last = tl.sum(((sums >= target) & (way > 0)).to(tl.int32), axis=0)
             beyond = tl.sum(tl.where(way == last + 1, sums, 0.0), axis=0)
             above = tl.where(last + 1 < WAYS, beyond, above)
@@ -223,7 +227,8 @@ def settle_kernel(
     BY_MASS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Normaliser over the kept tokens, and the first kept token at the threshold."""
+    """Compute the normaliser over the kept tokens, and the index of the first kept token that
+    equals the threshold."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     after_predecessor(DEPENDENT)
@@ -251,7 +256,8 @@ def settle_kernel(
             first = tl.full([], 0, tl.int32)
             weight = tl.exp2((threshold - maximum) * scale)
             if BY_MASS:
-                # Keep the last of the equal tokens, as many as the target still needs.
+                # Of the tokens that equal the threshold, keep the last ones, as many as are needed
+                # to reach the target.
                 ties = tl.sum(equals, axis=0)
                 missing = tl.load(sums_ptr + row * 2 + 1) - tl.load(sums_ptr + row * 2)
                 need = tl.where(weight > 0.0, tl.ceil(missing / weight), ties.to(tl.float32))
@@ -274,13 +280,13 @@ def settle_kernel(
 
 
 def exponent_scale(temperature: float) -> float:
-    """Factor log2(e) / T on logits, for exponents of 2."""
+    """Return log2(e) / T, by which logits are multiplied to become exponents of 2."""
     assert temperature > 0.0
     return math.log2(math.e) / max(temperature, TINY)
 
 
 class RowCut(NamedTuple):
-    """The partition of rows of logits, as a constant of the kernels."""
+    """The division of rows of logits into parts, as a compile-time constant for kernels."""
 
     vocab: int
     """V, the number of tokens."""
@@ -292,7 +298,7 @@ class RowCut(NamedTuple):
 
 
 def cut(vocabulary: int, parts: int) -> RowCut:
-    """The cut of rows into this many parts."""
+    """Return the division of rows of V = `vocabulary` logits into this many parts."""
     block = next(size for size in BLOCKS if triton.cdiv(vocabulary, size) == parts)
     return RowCut(vocabulary, parts, triton.next_power_of_2(parts), block)
 

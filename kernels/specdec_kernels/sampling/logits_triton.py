@@ -1,6 +1,6 @@
 """Triton kernel that samples tokens from rows of logits.
 
-Rows are cut into the parts of `logit_rows_triton`. Probabilities are never stored.
+Rows are divided into the same parts as in `logit_rows_triton`. Probabilities are never stored.
 """
 
 import torch
@@ -15,10 +15,10 @@ from specdec_kernels.sampling.reference import LogitRows
 
 @triton.jit
 def first_above(weights, before, threshold, index, NONE: tl.constexpr):
-    """Smallest index of a positive weight whose running sum exceeds the threshold.
+    """Return the first index of a positive weight at which the running sum exceeds the threshold.
 
-    If rounding leaves none, it is the last positive one; if no weight is positive, it is the last
-    index.
+    If there is none because of rounding, return the index of the last positive weight. If no weight
+    is positive, return the last index, NONE - 1. before: the sum of all earlier weights.
     """
     positive = weights > 0
     hit = positive & (before + tl.cumsum(weights, axis=0) > threshold)

@@ -1,4 +1,4 @@
-"""Triton kernel for counter-based uniform random numbers, one per lane."""
+"""Triton kernel for counter-based uniform random numbers. Each lane computes one number."""
 
 import torch
 import triton

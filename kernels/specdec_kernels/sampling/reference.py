@@ -1,9 +1,9 @@
-"""Noise, distributions from logits, draws and rejection sampling: torch implementations, and the
-kernels' names.
+"""Noise, distributions from logits, sampling and rejection sampling: torch implementations, and the
+names of the kernels.
 
-`to_probs` is the project's only definition of temperature, top-k and top-p, for the draft's q and
-the target's p alike. Noise is an input, so every outcome is a function of the arguments. Legend: R
-rows, V vocabulary, B sequences, K draft tokens.
+`to_probs` is the project's only definition of temperature, top-k and top-p. It gives both the
+draft's distributions q and the target's p. Random numbers are passed in as noise, so every result
+is a function of the arguments. Legend: R rows, V vocabulary, B sequences, K draft tokens.
 """
 
 from collections.abc import Callable
@@ -23,15 +23,16 @@ MASK = 0xFFFFFFFF
 
 PHILOX_ROUNDS = 10
 _PHILOX = (
-    torch.tensor([0xD2511F53, 0xCD9E8D57]).numpy().view("uint64"),  # factors of a counter's words
-    torch.tensor([0x9E3779B9, 0xBB67AE85]).numpy().view("uint64"),  # increments of a key's words
+    torch.tensor([0xD2511F53, 0xCD9E8D57]).numpy().view("uint64"),  # factors for counter words
+    torch.tensor([0x9E3779B9, 0xBB67AE85]).numpy().view("uint64"),  # increments for key words
 )
 
 
 def philox(counter: Tensor, key: Tensor) -> Tensor:
-    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): words
-    int64 [..., 4] of a counter int64 [..., 4] and a key int64 [..., 2], all unsigned of 32 bits."""
-    # For the few numbers of a round, numpy needs a third of torch's time.
+    """Compute Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
+    2011): words [..., 4] from a counter [..., 4] and a key [..., 2]. All are int64 tensors that
+    hold unsigned 32-bit numbers."""
+    # A round needs few numbers, for which numpy takes a third of torch's time.
     words, keys = (x.cpu().movedim(-1, 0).numpy().view("uint64") for x in (counter, key))
     even, odd = words[::2], words[1::2]
     factors, steps = (x.reshape(2, *[1] * (counter.dim() - 1)) for x in _PHILOX)
@@ -48,8 +49,9 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
 def uniform_reference(
     seed: Tensor, index: Tensor, position: Tensor, purpose: Tensor, start: Tensor | None = None
 ) -> Tensor:
-    """One fp32 number in [0, 1) for each (index, position, purpose), int64, broadcast. start: the
-    first position of a round; rounds with other starts get other numbers."""
+    """Return one fp32 number in [0, 1) for each (index, position, purpose). All are int64 and
+    broadcast. start: the first position of a round; rounds with different starts get different
+    numbers."""
     third = torch.zeros_like(seed) if start is None else start + 1
     low, high = seed & MASK, (seed >> 32) & MASK
     counter = torch.stack(torch.broadcast_tensors(position, purpose, third, high, index)[:4], -1)
@@ -67,11 +69,12 @@ def uniform_rows(
     width: int,
     by_round: bool = False,
 ) -> Tensor:
-    """Uniform numbers [purposes, B, width] fp32 in [0, 1) from Philox4x32-10.
+    """Return uniform numbers [purposes, B, width] fp32 in [0, 1) from Philox4x32-10.
 
-    seed: int64 scalar. index: [B] int64; it and the seed are the key. position: [B] int64; number j
-    of row b has counter (position[b] + j, purpose). by_round: put position[b] into the counter too,
-    so that a round that begins elsewhere has other numbers. Block verification needs that.
+    seed: int64 scalar. index: [B] int64; together with the seed, it is the key. position: [B]
+    int64; number j of row b has the counter (position[b] + j, purpose). by_round: whether to put
+    position[b] into the counter, too, so that rounds with different first positions get different
+    numbers. Block verification needs that.
     """
     place = torch.arange(width, device=index.device)
     purpose = torch.arange(purposes, device=index.device)[:, None, None]
@@ -82,12 +85,13 @@ def uniform_rows(
 
 
 class LogitRows(NamedTuple):
-    """Softmax statistics that turn rows of logits into distributions, see `logit_rows`.
+    """Softmax statistics that turn rows of logits into distributions; see `logit_rows`.
 
-    rows: [R, 4] fp32. Maximum m; normaliser, the sum of exp((x - m) / T) over what is kept, NaN
-        where the row is void; threshold t and index c: x is kept iff x > t, or x == t and its
-        index is c or more.
-    parts: [R, P] fp32, the normaliser's share of each of P equal parts of the vocabulary.
+    rows: [R, 4] fp32. The columns are the maximum m; the normaliser, which is the sum of
+        exp((x - m) / T) over the kept logits x, or NaN if the row has no valid distribution; a
+        threshold t; and an index c. A logit is kept iff x > t, or x == t and its index is at least
+        c.
+    parts: [R, P] fp32, how much each of P equal parts of the vocabulary adds to the normaliser.
     """
 
     rows: Tensor
@@ -95,12 +99,14 @@ class LogitRows(NamedTuple):
 
 
 def masked_scores(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """(x - maximum) / T of `logits` [..., V], -inf where top-k or top-p drop: fp32."""
+    """Return (x - maximum) / T in fp32 for `logits` x [..., V]; -inf for tokens that top-k or top-p
+    drop."""
     logits = logits.float()
     # Shifting first keeps tiny temperatures finite: the maximum stays 0.
     scores = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, TINY)
     vocab = logits.shape[-1]
-    # Compare logits instead of scores, which may round to the same value.
+    # Compare logits instead of scores, because different logits may have equal scores after
+    # rounding.
     if 0 < top_k < vocab:
         kth = logits.topk(top_k, dim=-1).values[..., -1:]
         scores = scores.masked_fill(logits < kth, -INF)
@@ -114,18 +120,19 @@ def masked_scores(logits: Tensor, temperature: float, top_k: int, top_p: float) 
 
 
 def to_probs(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Distribution over the vocabulary, fp32, of the shape of `logits` [..., V].
+    """Return fp32 distributions over the vocabulary, in the shape of `logits` [..., V].
 
-    Temperature, top-k and top-p apply in this order, as in transformers' generation, and keep as
-    many tokens as there: top-k keeps ties with the k-th value; top-p keeps the smallest set whose
-    mass reaches `top_p`, at least one token. Of equal tokens at that border those with higher index
-    stay; in transformers the sort does not define this. Temperature 0 is the one-hot at the first
-    maximum. A row with a NaN or +inf, or of -inf alone, sums to NaN, which verification reports.
+    Temperature, top-k and top-p are applied in this order, as in transformers' generation, and keep
+    the same number of tokens. Top-k also keeps ties with the k-th value. Top-p keeps the smallest
+    set whose mass reaches `top_p`, at least one token; if only some of several equal tokens fit,
+    those with higher indices stay (in transformers this depends on the sort). Temperature 0 gives
+    the one-hot at the first maximum. A row with a NaN or +inf, or with only -inf, sums to NaN,
+    which verification reports.
     """
     if temperature == 0.0:
         logits = logits.float()
         best = logits.argmax(dim=-1, keepdim=True)
-        # NaN counts as the maximum; this copies it in to mark the row.
+        # argmax takes a NaN as the maximum. The difference copies the NaN into the result.
         value = logits.gather(-1, best)
         return torch.zeros_like(logits).scatter_(-1, best, value - value + 1.0)
     return masked_scores(logits, temperature, top_k, top_p).softmax(dim=-1)
@@ -133,11 +140,12 @@ def to_probs(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Te
 
 @kernel("specdec_kernels.sampling.logit_rows_triton:logit_rows_triton")
 def logit_rows(logits: Tensor, temperature: float, top_k: int, top_p: float) -> LogitRows:
-    """Softmax statistics with which the other functions read logits as `to_probs` does.
+    """Compute softmax statistics, from which other functions get the distributions of `to_probs`
+    without storing them.
 
-    A row that holds a NaN or +inf, or only -inf, is void. The torch implementation has one part.
-    logits: [R, V] bf16, fp16 or fp32, rows contiguous. temperature: above 0. top_k: 0 keeps all.
-    top_p: 1 keeps all.
+    A row that has a NaN or +inf, or only -inf, is called void. The torch implementation has one
+    part. logits: [R, V] bf16, fp16 or fp32, rows contiguous. temperature: above 0. top_k: 0 keeps
+    all tokens. top_p: 1 keeps all tokens.
     """
     assert temperature > 0.0
     scores = masked_scores(logits, temperature, top_k, top_p)
@@ -153,19 +161,20 @@ def logit_rows(logits: Tensor, temperature: float, top_k: int, top_p: float) -> 
 
 @kernel("specdec_kernels.sampling.argmax_triton:greedy_argmax_triton")
 def greedy_argmax(logits: Tensor) -> Tensor:
-    """The index of the first maximum of every row of [R, V]: [R] int64; -1 where it is not
-    finite."""
+    """Return the index of the first maximum of every row of [R, V]: [R] int64; -1 if the maximum is
+    not finite."""
     top, first = logits.max(dim=1)
-    # Use a difference, because inf - inf is NaN and so not zero; `isfinite` takes five operations
-    # on a CPU.
+    # The difference is zero only for finite numbers, since inf - inf is NaN. `isfinite` takes five
+    # operations on a CPU.
     return first.masked_fill_((top - top) != 0, -1)
 
 
 def sample_categorical_reference(weights: Tensor, noise: Tensor) -> Tensor:
-    """Draw from unnormalised `weights` [N, V] by inverse CDF, `noise` [N] in [0, 1): [N] int64.
+    """Sample from unnormalised `weights` [N, V] by inverse CDF, with `noise` [N] in [0, 1).
 
-    The smallest index whose running sum exceeds noise * total, never one with zero weight; -1 if
-    the row holds a NaN. On CPU torch carries a running sum of fp32 in fp64.
+    Returns [N] int64: the smallest index at which the running sum exceeds noise * total, never one
+    with zero weight; -1 if the row has a NaN. On a CPU, torch computes running sums of fp32 in
+    fp64.
     """
     running = weights.cumsum(1)
     total = running[:, -1]
@@ -178,13 +187,16 @@ def sample_categorical_reference(weights: Tensor, noise: Tensor) -> Tensor:
 def emitted(
     draft_tokens: Tensor, lens: Tensor, target_probs: Tensor, accepted: Tensor, last: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The output of a round: tokens [B, K + 1] int64 and accepted [B] int32. Inputs, [B] int64
-    each: the number of accepted draft tokens, and the `last` token after them."""
+    """Return a round's output: tokens [B, K + 1] int64 and accepted [B] int32, as
+    `rejection_sample_reference` describes them.
+
+    accepted: [B] int64, the number of accepted draft tokens. last: [B] int64, the token after them.
+    """
     place = torch.arange(draft_tokens.shape[1] + 1, device=lens.device)
     stop = accepted[:, None]
     tokens = F.pad(draft_tokens, (0, 1)).masked_fill_(place >= stop, -1)
     tokens.scatter_(1, stop, last[:, None])
-    # A NaN in any target row that counts voids the whole sequence.
+    # A NaN in any of the target's rows up to `lens` makes the whole sequence invalid.
     void = (target_probs.sum(2).isnan() & (place <= lens[:, None])).any(1)
     tokens.masked_fill_(void[:, None], -1)
     return tokens, accepted.masked_fill(void, -1).to(torch.int32)
@@ -198,17 +210,19 @@ def rejection_sample_reference(
     accept_noise: Tensor,
     sample_noise: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Modified rejection sampling: tokens distributed like the target's, for any draft.
+    """Verify drafts by modified rejection sampling: tokens are distributed like the target's, for
+    any draft.
 
-    Leviathan et al. (arXiv 2211.17192), Chen et al. (2302.01318). With u the accept noise, draft
-    d_i is accepted iff u_i * q_i(d_i) < p_i(d_i). At the first rejection, a, one token is drawn
-    from norm(max(p_a - q_a, 0)), or from p_a if rounding leaves that empty. If all k are accepted,
-    it is drawn from p_k. Draws are by inverse CDF with `sample_noise` at that position.
-    draft_probs: [B, K, V] fp32. target_probs: [B, K + 1, V] fp32. The others are as in
-    `Verification`.
+    See Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318). Draft token d_i is
+    accepted iff u_i * q_i(d_i) < p_i(d_i), where u is `accept_noise`. At the first rejection, a,
+    one token is sampled from norm(max(p_a - q_a, 0)), or from p_a if rounding leaves that empty. If
+    all k are accepted, one token is sampled from p_k. Sampling is by inverse CDF, with the
+    `sample_noise` of that position. draft_probs: [B, K, V] fp32. target_probs: [B, K + 1, V] fp32.
+    The other arguments are as in `Verification`.
 
-    Returns tokens [B, K + 1] int64, the accepted drafts and one more, padded with -1, and accepted
-    [B] int32, the number of accepted drafts. A NaN in the target's probabilities makes both -1.
+    Returns tokens [B, K + 1] int64, the accepted draft tokens and one more, padded with -1, and
+    accepted [B] int32, the number of accepted draft tokens. A NaN in the target's probabilities
+    makes both -1.
     """
     num_rows, width = draft_tokens.shape
     row = torch.arange(num_rows, device=lens.device)
@@ -223,8 +237,8 @@ def rejection_sample_reference(
     accept = drafted & (accept_noise * q < p)
     accepted = accept.long().cumprod(1).sum(1)
 
-    # 2. Weights of the one token to draw: max(p - q, 0) after a rejection, p otherwise. A NaN in q
-    # makes the residual's sum NaN, not positive, so that p alone decides.
+    # 2. Weights for sampling one token: max(p - q, 0) after a rejection, p otherwise. If q has a
+    # NaN, the residual's sum is NaN, which is not positive, so p is used.
     stop = accepted[:, None]
     weights = target_probs[row, accepted]
     if width > 0:
@@ -245,46 +259,49 @@ def sample_logits(
     top_p: float,
     noise: Tensor,
 ) -> Tensor:
-    """Draw from every row's distribution: [R] int64, -1 for void rows.
+    """Sample a token from every row's distribution: [R] int64; -1 for rows without a valid one.
 
-    CUDA needs `stats`, the result of `logit_rows` with the arguments before it. noise: [R] fp32 in
-    [0, 1).
+    logits, temperature, top_k, top_p: as for `logit_rows`. stats: the result of `logit_rows` for
+    them; needed on CUDA only. noise: [R] fp32 in [0, 1).
     """
     return sample_categorical_reference(to_probs(logits, temperature, top_k, top_p), noise)
 
 
 class Verification(NamedTuple):
-    """The arguments of a rule that verifies the proposals of B sequences, at most K each."""
+    """The arguments of a rule that verifies the proposals for B sequences, at most K each."""
 
     draft_tokens: Tensor
-    """[B, K] int64, -1 from void rows; entries at or past `lens` are ignored."""
+    """[B, K] int64, -1 where the draft had no valid distribution; entries from `lens` on are
+    ignored."""
     lens: Tensor
-    """[B] int64 or int32, 0..K, drafted tokens of each row."""
+    """[B] int64 or int32, 0..K, the number of draft tokens in each row."""
     draft_logits: Tensor | None
-    """[B, K, V'] bf16, fp16 or fp32, V' <= V, rows contiguous. Ids at or past V' have probability
-    0. None for proposals that were not drawn: q is one-hot at each."""
+    """[B, K, V'] bf16, fp16 or fp32, V' <= V, rows contiguous. Ids from V' on have probability 0.
+    None if proposals were not sampled: then q is one-hot at each proposal."""
     draft_rows: Tensor | None
     """[B, K, 4], `rows` of the draft's `logit_rows`; None if `draft_logits` is."""
     target_logits: Tensor
-    """[B, K + 1, V] of any of these types, rows contiguous."""
+    """[B, K + 1, V] bf16, fp16 or fp32, rows contiguous."""
     target: LogitRows | None
-    """`logit_rows` of the B * (K + 1) rows; needed on CUDA only."""
+    """`logit_rows` of the target's B * (K + 1) rows; needed on CUDA only."""
     temperature: float
-    """This and the next two as `logit_rows` had them."""
+    """temperature, top_k and top_p: the arguments that `logit_rows` got."""
     top_k: int
     top_p: float
     accept_noise: Tensor
     """[B, K] fp32 in [0, 1), the noise of the acceptance tests."""
     sample_noise: Tensor
-    """[B, K + 1] fp32 in [0, 1), the noise of the next token's draw."""
+    """[B, K + 1] fp32 in [0, 1), the noise for sampling the token after the accepted ones."""
 
 
 @kernel("specdec_kernels.sampling.verify_triton:reject_logits_triton")
 def reject_logits(v: Verification) -> tuple[Tensor, Tensor]:
-    """`rejection_sample_reference` over logits: no probabilities are stored.
+    """Verify drafts like `rejection_sample_reference`, but from logits, without storing
+    probabilities.
 
-    Returns tokens and accepted as it does, int64: -2 where a draft token is negative, else -1 (and
-    the tokens too) where a target row up to `lens` is void.
+    Returns the same tokens [B, K + 1] and accepted [B], both int64. accepted is -2 if a draft token
+    is negative; otherwise it is -1, as are the tokens, if a target row up to `lens` has no valid
+    distribution.
     """
     return verified_by(rejection_sample_reference, v)
 
@@ -292,7 +309,8 @@ def reject_logits(v: Verification) -> tuple[Tensor, Tensor]:
 def verified_by(
     rule: Callable[..., tuple[Tensor, Tensor]], v: Verification
 ) -> tuple[Tensor, Tensor]:
-    """`reject_logits` with a rule over probabilities, such as `rejection_sample_reference`."""
+    """Compute `reject_logits` with a rule that reads probabilities, such as
+    `rejection_sample_reference`."""
     filters, vocab = (v.temperature, v.top_k, v.top_p), v.target_logits.shape[2]
     drafts, p = v.draft_tokens.clamp(min=0), to_probs(v.target_logits, *filters)
     if v.draft_logits is None:

@@ -1,10 +1,10 @@
-"""Rejection sampling and block verification over the model's logits: a Triton kernel for both.
+"""Rejection sampling and block verification from the models' logits: a Triton kernel for both.
 
-Rows are cut into the parts of `logit_rows_triton`. Probabilities are never stored. A program
-measures a residual in its part of the vocabulary. In rejection sampling, that is the residual at
-the first rejected position. In block verification (`acceptance/block.py`), each position has its
-own programs, because all residuals decide how many drafts are accepted. The last program of a
-sequence draws the next token.
+Rows are divided into the same parts as in `logit_rows_triton`. Probabilities are never stored. A
+program adds up the mass of a residual, max(p - q, 0), in its part of the vocabulary. In rejection
+sampling, that is the residual at the first rejected position. In block verification
+(`acceptance/block.py`), each position has its own programs, because the residuals of all positions
+decide how many draft tokens are accepted. The last program of a sequence samples the next token.
 """
 
 import torch
@@ -28,8 +28,8 @@ LEAST = tl.constexpr(TINY)
 
 @triton.jit
 def token_probability(rows, token, mask, scale, V: tl.constexpr):
-    """The probability of one token in each of several rows, under `mask`. rows: a result of
-    `rows_at`."""
+    """Return the probability of one token in each of several rows. Tokens outside `mask` are not
+    read. rows: a result of `rows_at`."""
     logits_ptr, row_ptr = rows
     x = logits_at(logits_ptr, token, mask, V)
     return kept_weight(x, token, row_ptr, mask, scale) / tl.load(row_ptr + 1, mask=mask, other=1.0)
@@ -37,13 +37,14 @@ def token_probability(rows, token, mask, scale, V: tl.constexpr):
 
 @triton.jit
 def rows_at(logits_ptr, rows_ptr, place, stride):
-    """Pointers to the logits and to the statistics of the rows at `place`."""
+    """Return pointers to the logits, and to the statistics, of the rows with index `place`."""
     return logits_ptr + place.to(tl.int64) * stride, rows_ptr + place * 4
 
 
 @triton.jit
 def residual_weight(at, end, target, draft, V: tl.constexpr, DRAFT_V: tl.constexpr):
-    """max(factor * p - q, 0) at places `at` before `end`; arguments as in `draw_token`.
+    """Return max(factor * p - q, 0) for token ids `at` below `end`. The other arguments are as in
+    `draw_token`.
 
     NaN stays NaN, so that no sum over it is positive.
     """
@@ -62,16 +63,16 @@ def residual_weight(at, end, target, draft, V: tl.constexpr, DRAFT_V: tl.constex
 
 @triton.jit
 def draw_token(
-    residuals,  # [BLOCK_PARTS], the residual's mass in each part; zeros to draw from p
-    parts_ptr,  # [PARTS], the target's mass in each part at this place
+    residuals,  # [BLOCK_PARTS], the residual's mass in each part; zeros to sample from p
+    parts_ptr,  # [PARTS], the target's mass in each part at this position
     noise,
-    target,  # `rows_at` this place, factor of p, scale of exponents
-    draft,  # `rows_at` this place, and 0; or None, None, and the proposed token, whose q is 1
+    target,  # `rows_at` this position, the factor of p, and `exponent_scale`
+    draft,  # `rows_at` this position, and 0; or None, None and the proposed token, whose q is 1
     DRAFT_V: tl.constexpr,
     K: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """Draw one token, from the residual if it has any mass, else from p."""
+    """Sample one token, from the residual if it has any mass, else from p."""
     every = tl.arange(0, CUT.block_parts)
     lane = tl.arange(0, CUT.block)
     p_ptr, p_row_ptr, _, scale = target
@@ -95,15 +96,16 @@ def draw_token(
 def write_round(
     outputs,  # tokens [B, K + 1] int64 and accepted [B] int64
     row,
-    own,  # the token drawn after the accepted ones
+    own,  # the token sampled after the accepted ones
     accepted,
     drafts,  # [BLOCK_K], 0 past `length`
     length,
-    target_rows_ptr,  # of this row, [K + 1, 4] fp32
+    target_rows_ptr,  # [K + 1, 4] fp32, this sequence's statistics
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write accepted drafts, the drawn token, and -1; and the count, or -2 or -1 if not finite."""
+    """Write a sequence's accepted draft tokens, the sampled token, and -1 as padding. Also write
+    the number of accepted tokens, or -2 or -1 as in `ops.reject_logits`."""
     tokens_ptr, accepted_ptr = outputs
     place = tl.arange(0, BLOCK_K)
     counts = (place <= length) & (place <= K)
@@ -120,7 +122,8 @@ def write_round(
 
 @triton.jit
 def running_weights(p, q, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """w_0 = 1 and w_i = min(1, w_(i-1) p_i / q_i) from the drafts' probabilities: [BLOCK_K]."""
+    """Compute w_0 = 1 and w_i = min(1, w_(i-1) p_i / q_i) from the draft tokens' probabilities:
+    [BLOCK_K]."""
     place = tl.arange(0, BLOCK_K)
     ratios = p / tl.maximum(q, LEAST)
     weights = tl.full([BLOCK_K], 1.0, tl.float32)
@@ -134,14 +137,14 @@ def running_weights(p, q, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def target_at(target, place, factor, scale):
-    """The target's row at a place, as in `draw_token`."""
+    """Return the argument `target` of `draw_token` for a position."""
     logits_ptr, row_ptr = rows_at(target[0], target[1], place, target[2])
     return logits_ptr, row_ptr, factor, scale
 
 
 @triton.jit
 def draft_at(draft, place, K: tl.constexpr):
-    """The draft's row at a place, as in `draw_token`."""
+    """Return the argument `draft` of `draw_token` for a position."""
     # q is not read after the last position, but needs a valid address.
     logits_ptr, row_ptr = rows_at(draft[0], draft[1], tl.minimum(place, K - 1), draft[2])
     return logits_ptr, row_ptr, tl.full([], 0, tl.int64)
@@ -149,10 +152,10 @@ def draft_at(draft, place, K: tl.constexpr):
 
 @triton.jit
 def verify_kernel(
-    draft_tokens_ptr,  # [B, K] int64, -1 where the draft had no token
+    draft_tokens_ptr,  # [B, K] int64, -1 where the draft had no valid distribution
     lens_ptr,  # [B] int64 or int32
-    draft_logits_ptr,  # [B, K, DRAFT_V], or None where q is one-hot
-    draft_rows_ptr,  # [B, K, 4] fp32, likewise
+    draft_logits_ptr,  # [B, K, DRAFT_V], or None if q is one-hot
+    draft_rows_ptr,  # [B, K, 4] fp32, or None if q is one-hot
     target_logits_ptr,  # [B, K + 1, V]
     target_rows_ptr,  # [B, K + 1, 4] fp32
     target_parts_ptr,  # [B, K + 1, PARTS] fp32
@@ -185,8 +188,8 @@ def verify_kernel(
     after_predecessor(DEPENDENT)
     scale = tl.full([], scale, tl.float32)
 
-    # 1. Every program computes the drafts' probabilities, which is cheaper than another kernel, and
-    # from them the running weights, or how many are accepted.
+    # 1. Every program computes the probabilities of the draft tokens, which is cheaper than another
+    # kernel. From them it gets the running weights, or the number of accepted tokens.
     length = tl.load(lens_ptr + row).to(tl.int32)
     place = tl.arange(0, BLOCK_K)
     drafted = (place < length) & (place < K)
@@ -214,7 +217,7 @@ def verify_kernel(
             stays = drafted & (noise * q < p)
             accepted = tl.minimum(tl.min(tl.where(stays, BLOCK_K, place), axis=0), length)
 
-    # 2. The mass of a place's residual in this part, unless nothing was drafted there.
+    # 2. Add up the mass of a position's residual in this part, unless nothing was drafted there.
     measured = own_place if BY_BLOCK else accepted
     target_all = (target_logits_ptr, target_rows_ptr, target_stride_k)
     if not ONE_HOT:
@@ -237,8 +240,8 @@ def verify_kernel(
                 own += own_place * CUT.parts
             tl.store(own, tl.sum(residual, axis=0))
 
-    # 3. The last program draws one token, from the residual or from p. In block verification it
-    # first finds the longest prefix that passes.
+    # 3. The last program samples one token, from the residual or from p. In block verification it
+    # first finds the longest prefix that passes its test.
     if is_last(counters_ptr + row, PLACES * CUT.parts):
         every = tl.arange(0, CUT.block_parts)
         residuals = tl.zeros(every.shape, tl.float32)
@@ -254,8 +257,8 @@ def verify_kernel(
             chance = tl.where(rest == 0.0, 1.0, mass / rest)
             chance = tl.where(place == length, weights, chance)
             tested = (place >= 1) & (place <= length)
-            # The noise at position i - 1 decides whether i drafts are accepted. Nothing is below
-            # NaN.
+            # The noise at position i - 1 decides whether i draft tokens are accepted. A chance of
+            # NaN accepts none.
             noise = tl.load(accept_noise_ptr + place - 1, mask=tested, other=1.0)
             accepted = tl.max(tl.where(tested & (noise < chance), place, 0), axis=0)
             residuals = tl.sum(tl.where((place == accepted)[:, None], masses, 0.0), axis=0)
@@ -277,7 +280,8 @@ def verify_kernel(
 
 
 def verified(v: Verification, by_block: bool) -> tuple[Tensor, Tensor]:
-    """Launch the kernel; see `ops.reject_logits`."""
+    """Launch the kernel. by_block: whether to use block verification instead of rejection sampling.
+    Returns tokens and accepted as in `ops.reject_logits`."""
     assert v.target is not None
     (batch, width), vocabulary = v.draft_tokens.shape, v.target_logits.shape[2]
     draft_logits, draft_rows = v.draft_logits, v.draft_rows
@@ -323,6 +327,6 @@ def reject_logits_triton(v: Verification) -> tuple[Tensor, Tensor]:
 
 
 def verify_block_triton(v: Verification) -> tuple[Tensor, Tensor]:
-    """See `verify_block` of `acceptance/block.py`."""
+    """See `verify_block` in `specdec_cli/acceptance/block.py`."""
     assert v.draft_rows is not None
     return verified(v, by_block=True)
