@@ -1,1 +1,1 @@
-"""Acceptance rules, one per file. The round refers to none of them by name."""
+"""Acceptance rules, one per file. The engine refers to none of them by name."""

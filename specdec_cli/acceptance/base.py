@@ -1,4 +1,4 @@
-"""The interface between a round and an acceptance rule, and the draw for rounds without
+"""The interface between a round and an acceptance rule. Also samples the token of a round without
 proposals."""
 
 from collections.abc import Callable
@@ -16,15 +16,18 @@ from specdec_cli.recipe import SpeculationSection
 
 
 class NoForecast(Exception):
-    """The rule's acceptance cannot be predicted from the probabilities of single tokens."""
+    """Raised if acceptance cannot be predicted from the probabilities of single tokens."""
 
 
 class AcceptanceRule(Protocol):
-    """A rule that accepts or rejects proposals, with defaults. is_lossless: whether the output
-    follows the target's distribution. looks_ahead: whether a decision depends on proposals past the
-    last accepted one; noise is then keyed by round too. draws_when_greedy: whether the rule reads
-    noise even in greedy decoding. judges_jointly: whether the probabilities of single tokens do not
-    predict its acceptance. remark: a note shown beside a lossy rule's results."""
+    """A rule that accepts or rejects proposals.
+
+    is_lossless: whether the output follows the target's distribution. looks_ahead: whether a
+    decision depends on proposals past the last accepted one; each round then gets its own noise.
+    draws_when_greedy: whether the rule reads noise even in greedy decoding. judges_jointly: whether
+    a proposal's acceptance depends on more than its own probabilities, and so cannot be forecast
+    from them. remark: a note that is shown beside a lossy rule's results.
+    """
 
     is_lossless: bool = False
     looks_ahead: bool = False
@@ -39,7 +42,7 @@ class AcceptanceRule(Protocol):
         params: SamplingParams,
         noise: Noise | None,
     ) -> Verdict:
-        """Decide a round of K >= 1 proposals a sequence, on rank 0, with tensor operations only.
+        """Decide a round with K >= 1. Only rank 0 calls this. It must use tensor operations only.
 
         noise: None if decoding is greedy, unless `draws_when_greedy`.
         """
@@ -48,9 +51,9 @@ class AcceptanceRule(Protocol):
     def forecast(
         self, index: int, start: int, count: int, k: int, params: SamplingParams
     ) -> Forecast | None:
-        """Expected acceptance over `count` output tokens after a prompt of `start`, if this rule
-        alone determines it; None if the proposer's forecast applies. Raises `NoForecast` if neither
-        predicts it."""
+        """Return the expected acceptance over `count` output tokens after a prompt of `start`
+        tokens, if it depends only on this rule. Return None if it follows from the proposer's
+        forecast. Raises `NoForecast` if it can be predicted from neither."""
         if self.judges_jointly and not params.is_greedy:
             raise NoForecast
         return None
@@ -58,17 +61,17 @@ class AcceptanceRule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The code of a rule. make: makes the rule from a recipe. for_k: adapts the recipe's
-    speculation to a different largest k, for rules whose keys apply to one k; raises `UsageError`
-    if it cannot."""
+    """The functions of a rule. make: makes the rule from a recipe. for_k: adapts the recipe's
+    speculation section to a different largest k, for rules whose options only apply to one k;
+    raises `UsageError` if that is impossible."""
 
     make: Callable[[SpeculationSection], AcceptanceRule]
     for_k: Callable[[SpeculationSection, int], SpeculationSection] = lambda own, _: own
 
 
 class LosslessRule(AcceptanceRule):
-    """A `test` of the target's distribution against the draft's, such as `ops.reject_logits`.
-    Greedy decoding is the one-hot case, which needs only the target's choices."""
+    """A lossless rule, given by its `test`, such as `ops.reject_logits`, which compares the
+    target's and the draft's distributions. Greedy decoding needs only the target's choices."""
 
     is_lossless = True
     test: Callable[[ops.Verification], tuple[Tensor, Tensor]]
@@ -93,7 +96,7 @@ class LosslessRule(AcceptanceRule):
 
 
 def draw_next(target: TargetOutput, params: SamplingParams, noise: Noise | None) -> Verdict:
-    """The decision of a round without proposals: one token from the target's distribution."""
+    """Decide a round without proposals: sample one token from the target's distribution."""
     sample = None if noise is None else noise.sample[:, 0]
     tokens = draw(target.logits[:, 0], None, params, sample)
     return Verdict(tokens[:, None], tokens.clamp(max=0))

@@ -1,8 +1,9 @@
-"""Block verification: proposals are judged jointly. Lossless.
+"""Block verification: a lossless rule that tests proposals jointly.
 
-Sun et al., "Block Verification Accelerates Speculative Decoding", arXiv 2403.10444, Algorithm 2. It
-accepts the longest prefix of the block that passes a test. On average, this prefix is at least as
-long as with token-by-token tests. Legend: B sequences, K draft tokens at most, V vocabulary.
+This is Algorithm 2 of Sun et al., "Block Verification Accelerates Speculative Decoding", arXiv
+2403.10444. It accepts the longest prefix of the block that passes a test. On average, this prefix
+is at least as long as with token-by-token tests. Legend: B sequences, K draft tokens at most, V
+vocabulary.
 """
 
 import torch
@@ -23,14 +24,14 @@ from specdec_cli.acceptance.base import LosslessRule, Rule
 def block_chances(
     draft_tokens: Tensor, lens: Tensor, draft_probs: Tensor, target_probs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The decision of Algorithm 2 as a function of the drafts, before any random number is used.
+    """Compute the probabilities from which Algorithm 2 decides, given the draft tokens.
 
     draft_tokens: [B, K] int64, with no negative id before `lens`. lens: [B], 0..K. draft_probs: q
     [B, K, V], fp32 or fp64. target_probs: p [B, K + 1, V].
 
-    Returns chances [B, K + 1]: h_i, the probability that i drafts are accepted, given that at most
-    i are; entries 0 and those past `lens` are meaningless. Also returns follow [B, K + 1, V]:
-    weights of the token that follows when i drafts are accepted.
+    Returns chances [B, K + 1]: h_i, the probability that i draft tokens are accepted, given that at
+    most i are; entry 0 and entries past `lens` are meaningless. Also returns follow [B, K + 1, V]:
+    the weights from which the next token is sampled after i accepted draft tokens.
     """
     width = draft_tokens.shape[1]
     place = torch.arange(width + 1, device=lens.device)
@@ -39,14 +40,15 @@ def block_chances(
     p = target_probs[:, :width].gather(2, token).squeeze(2)
     q = draft_probs.gather(2, token).squeeze(2)
 
-    # 1. w_i = min(1, w_(i-1) p_i / q_i), the probability that at least i drafts are accepted.
+    # 1. w_i = min(1, w_(i-1) p_i / q_i) is the probability that at least i draft tokens are
+    # accepted.
     weight = torch.ones_like(target_probs[:, :, 0])
     for i in range(width):
         ratio = p[:, i] / q[:, i].clamp(min=TINY)
         weight[:, i + 1] = (weight[:, i] * ratio).clamp(max=1.0)
 
-    # 2. At inner positions, h_i accounts for the mass of later acceptances. It is 0 / 0 if w_i = 1
-    # and p = q; later acceptances are then certain, so any value works.
+    # 2. Before the last position, h_i must allow for longer prefixes that pass. It is 0 / 0 if w_i
+    # = 1 and p = q. A longer prefix is then certain to pass, so any value works.
     residual = (weight[:, :width, None] * target_probs[:, :width] - draft_probs).clamp(min=0)
     mass = residual.sum(2)
     rest = mass + (1.0 - weight[:, :width])
@@ -54,9 +56,8 @@ def block_chances(
     is_inner = place < length
     chances = torch.where(is_inner, F.pad(inner, (0, 1)), weight)
 
-    # 3. The next token is drawn from the residual w p - q after an inner position, and from p after
-    # the last. If rounding makes the residual zero, or a NaN in q makes its sum NaN, p is used
-    # instead.
+    # 3. The next token is sampled from the residual max(w p - q, 0), or from p after the whole
+    # block. p is also used if rounding makes the residual zero, or a NaN in q makes its sum NaN.
     from_residual = is_inner & F.pad(mass > 0, (0, 1))
     follow = torch.where(from_residual[..., None], F.pad(residual, (0, 0, 0, 1)), target_probs)
     return chances, follow
@@ -70,25 +71,27 @@ def block_verify_reference(
     accept_noise: Tensor,
     sample_noise: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Block verification over probabilities, in the form of `rejection_sample_reference`.
+    """Verify drafts by block verification, from probabilities. The arguments and results are those
+    of `rejection_sample_reference`.
 
-    With w_0 = 1 and w_i = min(1, w_(i-1) p_i(d_i) / q_i(d_i)), prefix i of the drafts passes iff
-    its accept noise is below h_i: w_i for the whole block, S_i / (S_i + 1 - w_i) for a shorter
-    prefix, where S_i is the mass of max(w_i p - q, 0) at the next place. The longest prefix that
-    passes is accepted. The next token is drawn from that residual, or after the whole block from p.
-    Given the first i drafts, at least i are accepted with probability w_i.
+    Let w_0 = 1 and w_i = min(1, w_(i-1) p_i(d_i) / q_i(d_i)). The first i draft tokens pass iff
+    their accept noise is below h_i. For the whole block, h_i is w_i. For a shorter prefix, it is
+    S_i / (S_i + 1 - w_i), where S_i is the mass of the residual max(w_i p - q, 0) at the next
+    position. The longest prefix that passes is accepted. The next token is sampled from that
+    residual, or from p after the whole block. Given the first i draft tokens, at least i are
+    accepted with probability w_i.
 
-    `accept_noise[:, i]` decides prefix i + 1, and `sample_noise[:, a]` draws the token after a
-    accepted drafts. The outcome depends on the accept noise and the drafts at ALL positions up to
-    `lens`. The next round decides some of these positions again, with fresh random numbers. The
-    caller must therefore guarantee that accept noise and the noise that draws the drafts are
-    functions of the round's start too (`uniform_rows(..., by_round=True)`); that all three kinds
-    are independent; and that `lens` is a stopping time of the drafts, which never depends on a
-    draft that is then left out.
+    `accept_noise[:, i]` decides about the first i + 1 draft tokens, and `sample_noise[:, a]`
+    samples the token after a accepted ones. The result depends on the accept noise and the draft
+    tokens at ALL positions up to `lens`. The next round decides some of these positions again, and
+    needs new random numbers for them. So the caller must guarantee three things. Accept noise and
+    the noise for drafting also depend on where the round starts (`uniform_rows(...,
+    by_round=True)`). All three kinds of noise are independent. `lens` is a stopping time: whether a
+    draft token is included never depends on that token.
     """
     chances, follow = block_chances(draft_tokens, lens, draft_probs, target_probs)
     place = torch.arange(1, draft_tokens.shape[1] + 1, device=lens.device)
-    # Strictly below: a chance of 0 never passes, a chance of 1 always does.
+    # With "below", a chance of 0 never passes and a chance of 1 always does.
     passes = (place <= lens[:, None]) & (accept_noise < chances[:, 1:])
     accepted = F.pad(passes * place, (1, 0)).amax(1)
     row = torch.arange(draft_tokens.shape[0], device=lens.device)
@@ -98,13 +101,14 @@ def block_verify_reference(
 
 @kernel("specdec_kernels.sampling.verify_triton:verify_block_triton")
 def verify_block(v: ops.Verification) -> tuple[Tensor, Tensor]:
-    """`block_verify_reference` over logits, in the form of `ops.reject_logits`; K is 1 or more."""
+    """Verify drafts like `block_verify_reference`, but from logits. The results are those of
+    `ops.reject_logits`. K must be at least 1."""
     return verified_by(block_verify_reference, v)
 
 
 def _test(v: ops.Verification) -> tuple[Tensor, Tensor]:
-    """Block verification; or, for proposals that were not sampled, rejection sampling, which is
-    equivalent there and cheaper."""
+    """Use block verification; but for proposals that were not sampled, use rejection sampling,
+    which is then equivalent and cheaper."""
     return ops.reject_logits(v) if v.draft_logits is None else verify_block(v)
 
 

@@ -1,4 +1,4 @@
-"""Finds the code of acceptance rules by their names in recipes."""
+"""Finds the code of the acceptance rule that a recipe names."""
 
 from importlib import import_module
 
@@ -8,16 +8,16 @@ from specdec_cli.recipe.choices.registry import RULES
 
 
 def rule_of(speculation: SpeculationSection) -> AcceptanceRule:
-    """The rule that a recipe names."""
+    """Return the acceptance rule that a recipe names."""
     return _named(speculation.acceptance).make(speculation)
 
 
 def for_k(speculation: SpeculationSection, k: int) -> SpeculationSection:
-    """A recipe's speculation, adapted to a different largest k; see `Rule`."""
+    """Adapt a recipe's speculation section to a different largest k; see `Rule`."""
     return _named(speculation.acceptance).for_k(speculation, k)
 
 
 def _named(name: str) -> Rule:
-    """`RULE` of the module of this name, or a plugin's."""
+    """Return a plugin's rule, or `RULE` in the module of that name."""
     found: Rule = RULES[name].code or import_module(f"specdec_cli.acceptance.{name}").RULE
     return found

@@ -6,8 +6,8 @@ from specdec_cli.acceptance.base import LosslessRule, Rule
 
 
 class Rejection(LosslessRule):
-    """Accept d_i iff u_i * q(d_i) < p(d_i), then draw from norm(max(p - q, 0)), or from p if all
-    are accepted."""
+    """Accept d_i iff u_i * q(d_i) < p(d_i). Then sample a token from norm(max(p - q, 0)), or from p
+    if all are accepted."""
 
     test = ops.reject_logits
 

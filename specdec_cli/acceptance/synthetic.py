@@ -19,8 +19,8 @@ _LONGEST_PROPOSAL = 1024
 
 @dataclass(frozen=True, eq=False)
 class SyntheticAcceptance(AcceptanceRule):
-    """Accepts at given rates, while drafting and scoring work as usual. conditional: the rate of
-    each position, given that the positions before it were accepted."""
+    """Accepts proposals at given rates, while drafting and scoring run as usual. conditional: the
+    rate at each position, given that all positions before it were accepted."""
 
     conditional: tuple[float, ...]
     draws_when_greedy = True
@@ -29,22 +29,24 @@ class SyntheticAcceptance(AcceptanceRule):
 
     @classmethod
     def from_rates(cls, marginal: tuple[float, ...]) -> "SyntheticAcceptance":
-        """Make a rule from marginal acceptance rates by position, which never increase."""
+        """Make a rule from the marginal acceptance rate of each position. Rates must not increase
+        from one position to the next."""
         earlier = (1.0, *marginal)
         return cls(tuple(m / e if e else 0.0 for e, m in zip(earlier, marginal, strict=False)))
 
     @classmethod
     def from_length(cls, length: float, k: int) -> "SyntheticAcceptance":
-        """Make a rule with one rate from the mean number of tokens a round at proposal length k.
-        The rate applies at every position and proposal length."""
+        """Make a rule whose rate is the same at all positions and proposal lengths. length: the
+        mean number of tokens per round that it must give at proposal length k."""
         return cls((even_rate(length, k),) * _LONGEST_PROPOSAL)
 
     def rates(self, k: int) -> tuple[float, ...]:
-        """The conditional rates of k positions. Raises `UsageError` if fewer were given."""
+        """Return the conditional rates of the first k positions. Raises `UsageError` if the recipe
+        gives fewer."""
         if k > len(self.conditional):
             raise UsageError(
-                f"{k} tokens are proposed a round, but there are only {len(self.conditional)} "
-                "synthetic_acceptance_rates",
+                f"up to {k} tokens are proposed per round, but there are only "
+                f"{len(self.conditional)} synthetic_acceptance_rates",
                 "give a rate for every position, or synthetic_acceptance_length",
             )
         return self.conditional[:k]
@@ -56,7 +58,8 @@ class SyntheticAcceptance(AcceptanceRule):
         params: SamplingParams,
         noise: Noise | None,
     ) -> Verdict:
-        """Accept the proposal at each position by its rate, then draw a token from the target."""
+        """Accept the proposal at each position with its rate, then sample a token from the
+        target's distribution."""
         assert noise is not None
         c, logits = candidates, target.logits.flatten(0, 1)
         best = draw(logits, None, params, noise.sample.flatten()).view(target.logits.shape[:2])
@@ -66,21 +69,22 @@ class SyntheticAcceptance(AcceptanceRule):
     def forecast(
         self, index: int, start: int, count: int, k: int, params: SamplingParams
     ) -> Forecast | None:
-        """The given rates, with the random numbers that rounds would draw."""
+        """Return a forecast with the rates, and with the random numbers that rounds would use."""
         rates = torch.tensor(self.rates(k), dtype=torch.float32)
         seed, at, length = (torch.tensor(n) for n in (params.seed, index, start))
         noise = round_noise(seed, at[None], length[None], count)
         return Forecast(draws=tuple(noise.accept[0].tolist()), rates=tuple(rates.tolist()))
 
     def _on_device(self, k: int, device: torch.device) -> torch.Tensor:
-        """Rates, fp32 [K]; made by the first round of a length, which runs before capture."""
+        """Return the rates, fp32 [K]. They are copied to the device once for each length, in a
+        round before the capture."""
         if (k, device) not in self._made:
             self._made[k, device] = torch.tensor(self.rates(k), device=device)
         return self._made[k, device]
 
 
 def from_recipe(speculation: SpeculationSection) -> SyntheticAcceptance:
-    """The rule with the recipe's rates, or with its mean length at the recipe's k."""
+    """Make the rule from the recipe's rates, or from its mean length at the recipe's k."""
     rates, length = (
         speculation.synthetic_acceptance_rates,
         speculation.synthetic_acceptance_length,
@@ -92,8 +96,8 @@ def from_recipe(speculation: SpeculationSection) -> SyntheticAcceptance:
 
 
 def for_k(speculation: SpeculationSection, k: int) -> SpeculationSection:
-    """The recipe's speculation, with rates for `k` positions instead of a mean length, which
-    applies only to the recipe's own k."""
+    """Return the recipe's speculation section with rates for `k` positions. They replace a mean
+    length, which is only meaningful at the recipe's own k."""
     rates = marginal_rates(speculation, speculation.num_speculative_tokens, k)
     return speculation.model_copy(
         update={"synthetic_acceptance_rates": rates, "synthetic_acceptance_length": None}

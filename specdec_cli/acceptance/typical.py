@@ -10,10 +10,11 @@ from specdec_cli.core.types import SamplingParams
 
 
 class Typical(AcceptanceRule):
-    """Accept d_i iff p(d_i) > min(threshold, alpha * exp(-H(p))); then draw from the target's p.
+    """Accept d_i iff p(d_i) > min(threshold, alpha * exp(-H(p))). Then sample a token from the
+    target's p.
 
-    H is the entropy in nats of p after filtering. Greedy decoding accepts only the target's
-    choices.
+    H(p) is the entropy of p in nats, after temperature, top-k and top-p. Greedy decoding accepts
+    only the target's choices.
     """
 
     judges_jointly = True
@@ -42,7 +43,7 @@ class Typical(AcceptanceRule):
         return Verdict(*ops.accept(c.token_ids, own, c.lens, (~stands).float(), rates))
 
     def stands(self, probs: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """True for each proposal that passes the test, bool [B, K]. probs: fp32 [B, K, V].
+        """Return which proposals pass the test, bool [B, K]. probs: fp32 [B, K, V], the target's.
         token_ids: int64 [B, K]."""
         entropy = torch.special.entr(probs).sum(dim=-1)
         p = probs.gather(-1, token_ids.clamp(min=0)[..., None])[..., 0]

@@ -52,12 +52,12 @@ def build(
     on_stage: Callable[[str], None] = lambda _: None,
     loaded_target: PagedModel | None = None,
 ) -> Engine:
-    """Load the models, size and allocate the caches, and wire the engine.
+    """Load the models, choose the size of the caches and allocate them, and build the engine.
 
-    longest_prompt: the length of the longest prompt; with `max_new_tokens` it bounds the cache
-    size. on_stage: called with each of `plan.stages` as it begins. loaded_target: the target of an
-    engine no longer in use, to be reused; its cache is freed. Raises `SetupError` when a checkpoint
-    is damaged, a model cannot be compiled, or memory runs out.
+    longest_prompt: the length of the longest prompt in tokens; with `max_new_tokens` it limits the
+    size of the caches. on_stage: called with each of `plan.stages` as it begins. loaded_target: the
+    target of an engine that is no longer in use, to be reused; its cache is freed. Raises
+    `SetupError` if a checkpoint is damaged, a model cannot be compiled, or memory runs out.
     """
     recipe = plan.recipe
     need = _need_of(plan, longest_prompt)
@@ -89,10 +89,11 @@ def build_beside(
     engine: Engine,
     on_stage: Callable[[str], None] = lambda _: None,
 ) -> Engine | None:
-    """Build an engine with a different proposer on the target and cache of `engine`; both engines
-    stay usable. Return None, without loading anything, if memory is too small for both or if a
-    compiled target would have to return different hidden states. Other arguments are as for
-    `build`.
+    """Build an engine with a different proposer that shares the target and the target's cache with
+    `engine`. Both engines stay usable.
+
+    Return None, without loading anything, if memory is too small for both, or if a compiled target
+    would have to return different hidden states. The other arguments are as for `build`.
     """
     need = _need_of(plan, longest_prompt)
     plan = _within_reach(plan, need.longest)
@@ -119,7 +120,7 @@ def _need_of(plan: Plan, longest_prompt: int) -> CacheNeed:
 
 
 def _fits_beside(plan: Plan, need: CacheNeed, num_blocks: int) -> bool:
-    """True if this rank has room for the plan's draft, its cache and its passes."""
+    """Return whether this rank has enough memory for the plan's draft, its cache and its passes."""
     wanted = sum(d.weight_bytes for d in plan.held[1:]) + num_blocks * block_bytes_of(plan)[1]
     if plan.device.type != "cuda":
         return wanted < available_memory() // local_world_size()
@@ -127,8 +128,9 @@ def _fits_beside(plan: Plan, need: CacheNeed, num_blocks: int) -> bool:
 
 
 def _within_reach(plan: Plan, longest: int) -> Plan:
-    """The plan with as many positions as texts of `longest` tokens need, and at least 131,072.
-    Rotary tables grow with the number of positions, which a config may set to any value."""
+    """Return the plan with fewer positions: as many as texts of `longest` tokens need, but at least
+    131,072. Rotary tables grow with the number of positions, and a config may set that to any
+    value."""
     reach = max(longest, _FEWEST_POSITIONS)
     if reach >= plan.max_model_len:
         return plan
@@ -141,8 +143,8 @@ def load_models(
     on_stage: Callable[[str], None] = lambda _: None,
     loaded_target: PagedModel | None = None,
 ) -> Models:
-    """This rank's parts of the models, loaded, with caches of zero blocks. The arguments are those
-    of `build`."""
+    """Load this rank's parts of the models, with empty caches. The arguments are those of
+    `build`."""
     device, draft = plan.device, plan.draft
     if device.type == "cuda":
         begin_stage("starting CUDA")
@@ -174,8 +176,8 @@ def load_models(
 def wire(
     plan: Plan, models: Models, num_blocks: int, *, keeps_target_cache: bool = False
 ) -> Engine:
-    """An engine over `models`. Each cache gets `num_blocks` blocks; with `keeps_target_cache`, the
-    target's cache is unchanged."""
+    """Build an engine from loaded models. Each cache gets `num_blocks` blocks, except that
+    `keeps_target_cache` leaves the target's cache unchanged."""
     recipe, device = plan.recipe, plan.device
     block_size = recipe.cache.block_size
     first = 1 if keeps_target_cache else 0
@@ -224,8 +226,8 @@ def wire(
 
 
 def _prompt_graphs(plan: Plan, num_blocks: int) -> PromptGraphs:
-    """CUDA graphs of prefill passes up to the plan's size, with block tables as wide as in
-    rounds."""
+    """Prepare CUDA graphs for prefill passes of up to the plan's chunk size. Their block tables are
+    as wide as those of rounds."""
     run, block_size = plan.recipe.run, plan.recipe.cache.block_size
     num_tokens = min(run.prefill_chunk, run.batch_size * plan.max_model_len)
     num_columns = min(-(-plan.max_model_len // block_size), num_blocks - 1)
@@ -233,8 +235,8 @@ def _prompt_graphs(plan: Plan, num_blocks: int) -> PromptGraphs:
 
 
 def measured(plan: Plan, models: Models, need: CacheNeed) -> RankMemory:
-    """This rank's memory, broken down by use, in the largest passes that `need` allows. All ranks
-    call this."""
+    """Measure this rank's memory, broken down by use, in the largest passes that `need` allows. All
+    ranks must call this. Raises `SetupError` if memory runs out or a model cannot be compiled."""
     try:
         found = measure_rank(plan, models, need, partial(wire, plan, models))
     except (torch.OutOfMemoryError, MemoryError) as problem:
@@ -252,9 +254,9 @@ def _choose_num_blocks(
     rough: int,
     on_stage: Callable[[str], None],
 ) -> int:
-    """The number of blocks to allocate: as many as a run can use, but no more than fit on the rank
-    with the least memory. rough: the estimated bytes of the passes. On CUDA the passes are measured
-    if memory is tight.
+    """Return the number of blocks to allocate: as many as a run can use, but no more than fit on
+    the rank with the least memory. rough: the estimated bytes of the passes; on CUDA, the passes
+    are measured instead if memory is tight.
     """
     if plan.device.type != "cuda":
         mine = rank_memory(plan, models, on_host(0, sum(weight_bytes(models))))
@@ -271,8 +273,8 @@ def _choose_num_blocks(
 
 
 def _check_host_room(plan: Plan, num_blocks: int) -> None:
-    """Raise `SetupError` on all ranks if the caches do not fit in host memory on one of them. The
-    system would overcommit memory, and later kill the process that uses it."""
+    """Raise `SetupError` on all ranks if the caches of any rank do not fit in host memory. Without
+    this check the system would overcommit memory, and later kill the process."""
     wanted, free = num_blocks * sum(block_bytes_of(plan)), available_memory() // local_world_size()
     short = (wanted, free) if wanted > free else None
     for found in plan.parallel.gather_objects(short):
@@ -280,15 +282,16 @@ def _check_host_room(plan: Plan, num_blocks: int) -> None:
             raise SetupError(
                 f"out of memory: {num_blocks} blocks of the caches take {mib(found[0])} MiB, and "
                 f"{mib(found[1])} MiB are free",
-                "set fewer with --num-blocks (cache.num_blocks), or leave it out for all that fit",
+                "pass a smaller --num-blocks (cache.num_blocks), or leave it out to use all that "
+                "fit",
             )
 
 
 def _warm_up(
     engine: Engine, plan: Plan, longest_prompt: int, on_stage: Callable[[str], None]
 ) -> None:
-    """On CUDA, compile kernels by launching them once, and capture rounds. Otherwise this work
-    would count in the times of the first prompts."""
+    """On CUDA, compile the kernels and capture rounds by running a few prompts. Otherwise this work
+    would be included in the times of the first prompts."""
     if plan.device.type != "cuda":
         return
     on_stage("compiling kernels and capturing rounds")
@@ -306,8 +309,8 @@ def _warm_up(
 
 
 def warm_up_lengths(plan: Plan, longest_prompt: int) -> list[int]:
-    """The lengths of the warm-up prompts. Unless passes are padded to one width, kernels differ
-    between passes with few tokens, with many, and with as many as the run will have."""
+    """Return the lengths of the warm-up prompts. There are several, because passes over few and
+    over many tokens use different kernels, unless all passes are padded to the same width."""
     longest = min(longest_prompt, plan.recipe.run.prefill_chunk + 1)
     lengths = sorted({_WARM_UP_PROMPT, max(1, longest)})
     is_padded = plan.captures_prompts and all(model.captured_width for model in plan.models)
@@ -317,7 +320,7 @@ def warm_up_lengths(plan: Plan, longest_prompt: int) -> list[int]:
 
 
 def out_of_memory(plan: Plan) -> SetupError:
-    """Make the out-of-memory error, which states the weights' sizes and the free memory."""
+    """Make an out-of-memory error that states the sizes of the weights and the free memory."""
     weights = " + ".join(f"{d.spec.role} {d.weight_bytes / 2**20:,.0f} MiB" for d in plan.held)
     where = str(plan.device)
     if plan.device.type == "cuda":

@@ -8,21 +8,21 @@ from specdec_cli.launch import spinning
 from specdec_cli.launch.rank import num_cores
 from specdec_cli.recipe import Recipe
 
-# Models smaller than this run on one CPU thread. Their matmuls take microseconds, so threads gain
-# little, and if another process occupies a core, threads wait for each other (measured: 80 times
+# Models smaller than this run on one CPU thread. Their matmuls take microseconds, so more threads
+# gain little. If another process occupies a core, they wait for each other (measured: 80 times
 # slower).
 _ONE_THREAD_BYTES = 256 * 2**20
 
 
 def check_world(recipe: Recipe) -> None:
-    """Raise `UsageError` unless there is one process for each rank of the target, and a device for
-    each process."""
+    """Raise `UsageError` unless there is one process for each rank of the target, and a separate
+    device for each process."""
     wanted, found = recipe.target.tensor_parallel_size, world_size()
     if wanted != found:
         raise UsageError(
             f"target.tensor_parallel_size is {wanted}, and {found} "
             f"{'process runs' if found == 1 else 'processes run'}",
-            "start specdec by itself, which starts its ranks, or under torchrun "
+            "start specdec without torchrun, and it starts all ranks itself; or run torchrun "
             f"--nproc-per-node {wanted}",
         )
     if wanted > 1 and ":" in recipe.run.device:
@@ -34,8 +34,8 @@ def check_world(recipe: Recipe) -> None:
 
 
 def resolve_device(wanted: str) -> torch.device:
-    """The device of this process; `auto` means a GPU if the host has one. Each process on a host
-    takes its own GPU. Raises `SetupError` if the device is missing."""
+    """Return the device of this process. `auto` means a GPU if the host has one. Each process on a
+    host takes its own GPU. Raises `SetupError` if the device is missing."""
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(wanted)
@@ -46,30 +46,32 @@ def resolve_device(wanted: str) -> torch.device:
         if index >= torch.cuda.device_count():
             raise SetupError(
                 f"no device cuda:{index}: this machine has {torch.cuda.device_count()} GPUs",
-                "they count from 0, and CUDA_VISIBLE_DEVICES may hide some",
+                "GPUs are numbered from 0, and CUDA_VISIBLE_DEVICES may hide some",
             )
         return torch.device("cuda", index)
     return device
 
 
 def use_few_threads(device: torch.device, weight_bytes: int) -> Notice | None:
-    """Set torch's number of threads on a CPU, unless the user has chosen one. Small models get one
-    thread. Larger models get the processors that other work leaves free, and a notice says so if
-    that is not all."""
+    """Set the number of threads that torch uses on a CPU, unless the user has chosen it.
+
+    Small models get one thread. Larger models get the processors that other work leaves free. If
+    these are not all processors, return a notice that says so; otherwise return None.
+    """
     if device.type != "cpu" or spinning.chosen_threads() is not None:
         return None
     if weight_bytes < _ONE_THREAD_BYTES:
         torch.set_num_threads(1)
         return None
     if world_size() > 1 or (use := spinning.others()) is None:
-        return None  # ranks already have their share of the processors
+        return None  # several ranks have already divided the processors
     cores = num_cores()
     if (few := spinning.threads_beside(use, cores)) == cores:
         return None
     torch.set_num_threads(few)
     threads = "one thread runs" if few == 1 else f"{few} threads run"
     told = (
-        f"other work used {use:.1f} of {cores} processors as this command began, so {threads}: end "
-        f"that work and start again to measure, or pass --threads {cores} to use all"
+        f"other work used {use:.1f} of {cores} processors when this command began, so {threads}: "
+        f"end that work and start again to measure, or pass --threads {cores} to use all"
     )
     return Notice("few_threads", told, {"threads": few, "processors": cores, "others": use})

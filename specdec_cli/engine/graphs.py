@@ -1,5 +1,5 @@
-"""The rounds of an engine. They run eagerly, or are captured as CUDA graphs, replayed, and read one
-round late."""
+"""The rounds of an engine. They run eagerly; or they are captured as CUDA graphs and replayed, and
+the host reads each round's result while the next round runs."""
 
 import time
 from collections import deque
@@ -24,11 +24,12 @@ _WARM_UP_ROUNDS = 2
 class Outcome:
     """The result of one round, as read by the host.
 
-    seqs: the sequence in each slot at launch. Entries of sequences that have finished since then
-    are meaningless. tokens: k + 1 tokens per slot, of which the first accepted + 1 count. lens: the
-    proposal length of each slot. seconds: the time since the previous round was read, or since this
-    round's launch. read_at: the time of reading, on the host's clock. distinct_experts: the mean
-    number of experts that scoring read in a layer with experts; None if experts are not counted.
+    seqs: the sequence in each slot at launch. Entries for sequences that have finished since then
+    are meaningless. tokens: k + 1 tokens per slot, of which the first accepted + 1 are valid. lens:
+    the proposal length of each slot. seconds: the time since the previous round was read, or since
+    this round's launch if that is later. read_at: when the host read the result, in seconds on its
+    clock. distinct_experts: the number of experts whose weights scoring read, averaged over the
+    layers with experts; None if experts are not counted.
     """
 
     seqs: list[Sequence]
@@ -51,13 +52,14 @@ class _Flight:
 
 
 class _Round:
-    """Rounds of one K over the slots of `state`: a callable that runs one, and its record."""
+    """The rounds with one proposal length K over the slots of `state`. `run` runs one round, and
+    `record` gets its results."""
 
     def __init__(
         self, parts: RoundParts, state: BatchState, k: int, is_captured: bool, pool: Any
     ) -> None:
         self.record = RoundRecord.empty(state.num_slots, k, state.device)
-        # A record on the host for each round in flight.
+        # Each round in flight needs its own record on the host.
         self.on_host = [
             RoundRecord.empty(state.num_slots, k, torch.device("cpu"))
             for _ in range(Rounds.IN_FLIGHT)
@@ -80,11 +82,12 @@ class _Round:
 
 
 class Rounds:
-    """Rounds over one batch of slots, by K, on this rank.
+    """This rank's rounds over one batch of slots, for each proposal length K.
 
-    ks: every K, in ascending order. is_captured: whether rounds run as CUDA graphs. runs_ahead:
-    whether the host launches a round before it has read the previous one. pool: the memory of
-    captured rounds. Two instances may share a pool if their rounds are never in flight at once.
+    ks: all values of K, in ascending order. is_captured: whether rounds run as CUDA graphs.
+    runs_ahead: whether the host launches a round before it has read the previous one. pool: the
+    memory pool of captured rounds. Two instances may share a pool if their rounds are never in
+    flight at the same time.
     """
 
     IN_FLIGHT = 2  # maximum rounds in flight: launched but not yet read
@@ -121,19 +124,19 @@ class Rounds:
         return len(self._flights)
 
     def load(self, seqs: list[Sequence], seed: int) -> None:
-        """Put `seqs` into the slots; no round may be in flight."""
+        """Put `seqs` into the slots. No round may be in flight."""
         assert not self._flights, "the device is ahead of the host"
         self.seqs = list(seqs)
         self.state.load(seqs, seed)
 
     def append(self, seqs: list[Sequence], tokens: torch.Tensor) -> None:
-        """Append a token to each of `seqs`, which are loaded. tokens: int64 [R], on the device; the
-        host reads them later."""
+        """Append a token to each of `seqs`, which must be in slots. tokens: int64 [R], on the
+        device; the host reads them later."""
         place = self._places()
         self.state.append([place[id(seq)] for seq in seqs], tokens, self.parts.eos_ids)
 
     def _places(self) -> dict[int, int]:
-        """The slot of each sequence, by the sequence's `id`."""
+        """Return the slot of each sequence, keyed by the sequence's `id`."""
         return {id(seq): slot for slot, seq in enumerate(self.seqs)}
 
     def grow(self, added: list[tuple[Sequence, list[int]]]) -> None:
@@ -161,7 +164,7 @@ class Rounds:
         self._num_launched += 1
 
     def collect(self) -> Outcome:
-        """Read the oldest round in flight; wait for it if it is still running."""
+        """Read the result of the oldest round in flight. Wait if it is still running."""
         flight = self._flights.popleft()
         if flight.done is not None:
             flight.done.synchronize()
@@ -185,8 +188,8 @@ class Rounds:
         )
 
     def begin_after(self, time_s: float) -> None:
-        """Count the time of rounds only from `time_s` on the host's clock, because other work ran
-        until then."""
+        """Measure the time of rounds only from `time_s` on, in seconds on the host's clock, because
+        other work ran until then."""
         self._read_at = max(self._read_at, time_s)
 
     def discard(self) -> None:
@@ -207,7 +210,8 @@ class Rounds:
 
 @dataclass(slots=True, eq=False)
 class RoundCache:
-    """The rounds of one engine at one batch size, by run settings and number of slots."""
+    """The rounds of one engine at one batch size. They are made once for each combination of run
+    settings and number of slots."""
 
     allocator: BlockAllocator
     batch_size: int
@@ -218,7 +222,8 @@ class RoundCache:
     _texts: Texts | None = field(default=None, init=False)  # text buffers shared by rounds
 
     def of(self, parts: RoundParts, k: int) -> tuple[Rounds, ...]:
-        """The rounds with proposals of up to k tokens, by number of slots in ascending order."""
+        """Return rounds with proposals of up to k tokens, one `Rounds` for each number of slots, in
+        ascending order."""
         params = parts.params
         key = (k, parts.rule, parts.policy, *params.filters, params.ignore_eos, params.processing)
         if key not in self._made:
@@ -234,8 +239,9 @@ class RoundCache:
         self._pool = self._texts = None
 
     def _make(self, parts: RoundParts, k: int) -> tuple[Rounds, ...]:
-        # A pass's rows reach this far past the longest sequence, and k rows of padding further if
-        # the pass catches up on missing tokens. The extra columns of block tables contain block 0.
+        # A pass may feed this many positions past the longest sequence, and k more positions of
+        # padding if it also feeds tokens that a cache lacks. The extra columns of block tables
+        # contain block 0.
         ahead = max(k, parts.proposer.ahead(k)) if parts.proposer is not None else k
         held = min(self.allocator.blocks_for(parts.max_model_len), self.allocator.num_usable)
         columns = held + self.allocator.blocks_for(ahead + k + 1)
@@ -269,14 +275,14 @@ class RoundCache:
 
 @torch.inference_mode()
 def _run_each(parts: RoundParts, states: list[BatchState], ks: tuple[int, ...]) -> None:
-    """Run a round of every K over each of `states`."""
+    """Run one round with every K in `ks` over each of `states`."""
     for state in states:
         for k in ks:
             run_round(parts, state, k, RoundRecord.empty(state.num_slots, k, state.device))
 
 
 def capture(run: Callable[[], None], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
-    """Capture `run` as a CUDA graph. `run` is first called a few times to compile its kernels."""
+    """Capture `run` as a CUDA graph. First call it a few times to compile its kernels."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

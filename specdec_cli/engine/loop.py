@@ -1,6 +1,7 @@
-"""The engine orders prefill passes, rounds, and the host's reading of their results.
+"""The engine's main loop. It decides when prefill passes and rounds run, and when the host reads
+their results.
 
-All ranks run the same rounds on the same sequences; rank 0 proposes and decides.
+All ranks run the same rounds on the same sequences. Rank 0 proposes and decides.
 """
 
 import time
@@ -36,12 +37,12 @@ from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.prompt_passes import PromptGraphs
 from specdec_cli.stages import begin_stage
 
-_LONGEST_SLEEP_S = 0.2  # interval of an idle engine's heartbeats
+_LONGEST_SLEEP_S = 0.2  # seconds between heartbeats of an idle engine
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """Every sequence of a run in the order of its prompts, and the run's metrics."""
+    """All sequences of a run, in the order of its prompts, and the run's metrics."""
 
     seqs: list[Sequence]
     metrics: Metrics
@@ -49,15 +50,16 @@ class RunResult:
 
 @dataclass(kw_only=True, eq=False)
 class Engine:
-    """Two models, their caches and one allocator; it has no state of a run.
+    """Runs sequences on a target and a proposer, with one block allocator for both caches. The
+    state of a run is in `Run`, not here.
 
     proposer: the source of proposals; None if only the target decodes. max_model_len: the maximum
     length of a sequence. prefill_chunk: the maximum tokens of one prefill pass. rule, policy: the
     acceptance rule and the length policy of rounds with proposals. is_captured, runs_ahead: see
     `Rounds`. parallel: the ranks over which the target is split. prompts: the graphs of prefill
-    passes; None if they are not captured. hidden_layers: the layers whose hidden states a shared
-    target returns in this engine's runs. Engines may share a target and its cache if they run one
-    at a time.
+    passes; None if they are not captured. hidden_layers: the layers whose hidden states the target
+    returns in this engine's runs, if engines share it. Engines may share a target and its cache if
+    they run one at a time.
     """
 
     target: PagedModel
@@ -85,7 +87,8 @@ class Engine:
         return RoundCache(self.allocator, self.batch_size, self.is_captured, self.runs_ahead)
 
     def with_batch_size(self, batch_size: int) -> "Engine":
-        """The same models, caches and allocator, with a different number of slots."""
+        """Return an engine with the same models, caches and allocator, but a different number of
+        slots."""
         if batch_size == self.batch_size:
             return self
         other = copy(self)
@@ -94,7 +97,7 @@ class Engine:
         return other
 
     def forget_rounds(self) -> None:
-        """Free the captured rounds and prefill passes and their memory."""
+        """Free the captured rounds and prefill passes, with their memory."""
         self._rounds.close()
         if self.prompts is not None:
             self.prompts.close()
@@ -109,10 +112,11 @@ class Engine:
     ) -> RunResult:
         """Decode every request with proposal length `k`; 0 is plain autoregressive decoding.
 
-        arrivals: further requests in order; the engine takes each one when the previous one is due.
-        A request that cannot run ends with finish_reason "error". `on_emit` is called with such
-        requests at once, and with tokens as they are read. While further requests are expected, it
-        is also called with an empty list as a heartbeat.
+        on_emit: called with tokens whenever the host has read some. While further requests are
+        expected, it is also called with an empty list as a heartbeat. arrivals: further requests in
+        order; the engine takes each one when the previous one is due. A request that cannot run
+        ends with finish_reason "error", and `on_emit` is called with it at once. Raises `RunError`
+        if logits are not finite.
         """
         run = self.start(requests, k, params)
         if arrivals is not None:
@@ -159,10 +163,11 @@ class Engine:
     def forecast(
         self, request: Request, output: list[int], k: int, params: SamplingParams
     ) -> Forecast:
-        """The expected acceptance along `output`, if each of its tokens were proposed. k: the
-        maximum tokens that a round may propose. The engine must be idle. All ranks call this; only
-        rank 0's answer is valid. Raises `NoForecast` if the acceptance rule or the length policy
-        has no forecast.
+        """Compute the expected acceptance along `output`, an existing text, without decoding it.
+
+        k: the maximum number of tokens that a round may propose. The engine must be idle. All ranks
+        must call this, but only rank 0's result is valid. Raises `NoForecast` if the acceptance
+        rule or the length policy has no forecast.
         """
         assert self.proposer is not None, "proposing needs a proposer"
         if not self.policy.is_fixed:
@@ -176,9 +181,9 @@ class Engine:
     def logits_after(
         self, tokens: list[int], width: int, start: int, params: SamplingParams
     ) -> torch.Tensor:
-        """The target's logits [V] after `tokens`, as computed by passes over `width` tokens,
-        processed as `params` asks. start: the number of prompt tokens. The conditions of `forecast`
-        apply."""
+        """Return the target's logits [V] after `tokens`, processed as `params` asks. The last pass
+        feeds `width` tokens. start: the number of prompt tokens. As for `forecast`, the engine must
+        be idle, all ranks must call this, and only rank 0's result is valid."""
         return last_logits(self._teacher(params), tokens, width, start)
 
     def _teacher(self, params: SamplingParams) -> Teacher:
@@ -187,7 +192,7 @@ class Engine:
         return Teacher(*where, self._processors(params))
 
     def _ends(self, params: SamplingParams) -> frozenset[int]:
-        """The ids that end a sequence of a run."""
+        """Return the token ids that end a sequence."""
         return frozenset() if params.ignore_eos else self.eos_ids
 
     def _processors(self, params: SamplingParams) -> LogitsProcessors | None:
@@ -196,7 +201,7 @@ class Engine:
         )
 
     def start(self, requests: Iterable[Request], k: int, params: SamplingParams) -> Run:
-        """Queue `requests` for `step`."""
+        """Begin a run: queue `requests` and return the state that `step` advances."""
         assert k == 0 or self.proposer is not None, "proposing needs a proposer"
         self._take_target()
         # Plain decoding must not pay for a proposer's extra work.
@@ -224,7 +229,7 @@ class Engine:
         return run
 
     def _take_target(self) -> None:
-        """Have a shared target return the hidden states that this engine's proposer reads."""
+        """Make a shared target return the hidden states that this engine's proposer reads."""
         layers = self.hidden_layers
         if layers is not None and layers != self.target.hidden_layers:
             self.target.hidden_layers = layers
@@ -245,8 +250,8 @@ class Engine:
         )
 
     def step(self, run: Run) -> list[Emission]:
-        """Advance by one round, or fill the caches of newly admitted sequences. Returns the tokens
-        that were read."""
+        """Run one round, or one prefill pass over newly admitted sequences. Return the tokens that
+        the host has read meanwhile."""
         if run.scheduler.pending and not self._has_work(run):
             return []
         began = time.perf_counter()
@@ -260,8 +265,8 @@ class Engine:
         return emissions if stays_ahead else emissions + self._read_last(run)
 
     def _has_work(self, run: Run) -> bool:
-        """Queue the requests that are due by rank 0's clock. An idle engine first sleeps briefly.
-        Return whether there is work."""
+        """Queue the requests that are due by rank 0's clock; if there is nothing to do, first sleep
+        briefly. Return whether there is work."""
         scheduler, count = run.scheduler, 0
         if self.parallel.is_first:
             if scheduler.is_idle and not run.rounds.in_flight:
@@ -276,15 +281,15 @@ class Engine:
         return not scheduler.is_idle or run.rounds.in_flight > 0
 
     def _fill(self, run: Run, began: float) -> list[Emission] | None:
-        """Feed a chunk of the tokens that the caches lack, or read the results of the last chunk.
-        Return None if a round can start."""
+        """Feed a chunk of the tokens that the caches lack, or else read the results of the last
+        chunk if a round must wait for them. Return None if a round can start."""
         if (chunk := run.prefill.next_chunk()) is not None:
             emissions = run.take(run.prefill.feed(chunk, began))
             return emissions if self.runs_ahead else emissions + self._read_prefill(run)
         return self._read_prefill(run) if run.prefill.must_settle() else None
 
     def _launch(self, run: Run) -> bool:
-        """Queue a round. Return whether it stays in flight after this step."""
+        """Queue a round. Return whether it is to stay in flight when this step ends."""
         is_first = not run.rounds.in_flight
         if is_first:
             run.load()
@@ -300,8 +305,9 @@ class Engine:
         return self.policy.next_k(ks, run.last, self.costs, run.rounds.num_slots)
 
     def _must_settle(self, run: Run) -> bool:
-        """True if the round in flight must be applied first: admission and preemption need every
-        sequence's length, fewer slots may be enough, or all sequences are ending."""
+        """Return whether the host must read the round in flight before it queues another. That is
+        so if sequences are to be admitted or preempted, if fewer slots may be enough, or if all
+        sequences may end."""
         if not run.rounds.in_flight:
             return False
         scheduler = run.scheduler
@@ -314,7 +320,8 @@ class Engine:
         )
 
     def _read_last(self, run: Run) -> list[Emission]:
-        """Apply the oldest round in flight, except to sequences that have finished since."""
+        """Read the oldest round in flight, and append its tokens to the sequences that have not
+        finished since its launch."""
         done = run.rounds.collect()
         live = [b for b, seq in enumerate(done.seqs) if seq.finish_reason is None]
         if not live:
@@ -327,8 +334,8 @@ class Engine:
         return run.take(run.prefill.settle())
 
     def _clear_caches(self) -> None:
-        """Clear cached values that are not finite, because padding reads them and 0 * NaN is
-        NaN."""
+        """Clear the caches after logits that are not finite. Padding reads cached values with
+        weight 0, and 0 * NaN is NaN."""
         self.target.cache.clear()
         if self.proposer is not None:
             self.proposer.clear()

@@ -1,4 +1,4 @@
-"""Checks, before loading, whether a target and its draft fit together, and which weights the draft
+"""Checks before loading whether a draft fits its target, and which of the target's weights it
 borrows."""
 
 import re
@@ -34,8 +34,8 @@ from specdec_cli.models.weights import Read, tensor_names, unread
 from specdec_cli.recipe import SpeculationSection
 from specdec_cli.text import counted, one_line
 
-# Kinds of draft whose config describes an ordinary model. Each has a pattern of weight names that
-# ordinary models do not have.
+# Kinds of draft whose config.json looks like an ordinary model's. Each is recognised by names of
+# weights that ordinary models do not have.
 _OF_HEADS = (
     ("an EAGLE head of the first kinds (EAGLE-1, EAGLE-2 or HASS)", r"(model[.])?fc[.]weight"),
     ("a set of Hydra heads", r"(.*[.])?hydra_.*"),
@@ -49,10 +49,10 @@ Describe = Callable[[ModelSpec, torch.device, TensorParallel], Description]
 
 
 def describe_draft(place: DraftPlace, describe: Describe) -> Draft:
-    """The description of the draft at `place`. Everything except the vocabulary is checked against
-    the target. describe: describes a transformers model. Raises `SetupError` for a draft that
-    cannot be found, read or run beside the target, and `UsageError` for recipe keys that do not fit
-    the draft.
+    """Describe the draft at `place`, and check that it fits the target, except for its vocabulary.
+
+    describe: describes a transformers model. Raises `SetupError` for a draft that cannot be found,
+    read or run beside the target, and `UsageError` for recipe keys that do not fit the draft.
     """
     method = method_of(place.speculation)
     if method.describe is None:
@@ -65,21 +65,21 @@ def describe_draft(place: DraftPlace, describe: Describe) -> Draft:
         return replace(draft, reach=place.max_model_len, shared=names, shared_bytes=saved)
     if other := [name for name in place.share if name not in method.can_share]:
         raise UsageError(
-            f"draft.share: {other[0]}: {place.spec.name} borrows what it lacks by itself",
+            f"draft.share: {other[0]}: {place.spec.name} already borrows what it lacks",
             "leave it out",
         )
     wanted = place.spec.weights
     if wanted in ("stored", "fp8") and place.spec.name != place.target.spec.name:
         raise UsageError(
             f"draft.weights: {wanted} does not suit {place.spec.name}: heads run on plain weights",
-            "leave it out: those of a quantised checkpoint are dequantised",
+            "leave it out: a quantised checkpoint is then dequantised",
         )
     return method.describe(place)
 
 
 def not_held(draft: Description) -> tuple[str, ...]:
-    """The names among `embeddings` and `lm_head` without a tensor in the draft's checkpoint, if the
-    names of its tensors are known."""
+    """Return which of `embeddings` and `lm_head` the draft's checkpoint does not contain. Return
+    nothing if the names of its tensors are unknown."""
     if draft.spec.load_format == "dummy" or is_gguf(draft.place):
         return ()
     if not (held := tensor_names(draft.place)):
@@ -89,7 +89,7 @@ def not_held(draft: Description) -> tuple[str, ...]:
     names = {id(part): name for name, part in module.named_modules()}
     is_tied = bool(module.config.tie_word_embeddings)
     for what, part in lendable(module).items():
-        # In checkpoints of a bare model, names lack the prefix.
+        # Checkpoints of a model without its head have names without the usual prefix.
         tail = ".".join(f"{names[id(part)]}.weight".split(".")[-2:])
         if any(name == tail or name.endswith(f".{tail}") for name in held):
             if is_tied:
@@ -102,11 +102,13 @@ def not_held(draft: Description) -> tuple[str, ...]:
 def check_shared(
     target: Description, draft: Description, share: tuple[str, ...], *, is_asked: bool = True
 ) -> int:
-    """The bytes of draft weights that need not be loaded because the draft borrows the target's.
+    """Return the bytes of draft weights that need not be loaded because the draft borrows the
+    target's.
 
-    Both models are on meta. is_asked: whether the recipe asks for it; otherwise the draft's
-    checkpoint lacks these weights. Raises `SetupError` if shapes or dtypes differ or, for the head,
-    the numbers of ranks.
+    Both models are on the meta device. share: the weights to borrow. is_asked: whether the recipe
+    names them; otherwise the draft's checkpoint lacks them. Raises `SetupError` if shapes or dtypes
+    differ, if the target keeps such a weight quantised, or if `lm_head` is split over different
+    numbers of ranks.
     """
     if "lm_head" in share and draft.parallel.size != target.parallel.size:
         why = (
@@ -115,24 +117,25 @@ def check_shared(
         )
         hint = "give both the same tensor_parallel_size"
         if is_asked:
-            hint += ", or take lm_head out of draft.share if the draft has a head of its own"
+            hint += ", or remove lm_head from draft.share if the draft has its own"
         raise SetupError(_not_borrowed("lm_head", draft, why, is_asked=is_asked), hint)
     own = dict(draft.module.named_parameters(remove_duplicate=False))
     borrowed = borrowed_weights(draft.module, target.module, share)
     for what, (name, theirs) in zip(share, borrowed.items(), strict=True):
         ours = own.pop(name)
         if isinstance(theirs, StoredParameter):
-            why = f"target {target.spec.name} holds it as its checkpoint stores it"
+            why = f"target {target.spec.name} keeps it quantised, as in its checkpoint"
             raise SetupError(
                 _not_borrowed(what, draft, why, is_asked=is_asked),
-                "target.weights: dequantise makes it plain",
+                "set target.weights: dequantise",
             )
         if ours.shape == theirs.shape and ours.dtype == theirs.dtype:
             continue
         if not is_asked and ours.shape != theirs.shape:
             raise SetupError(
-                f"the draft {draft.spec.name} is for another target: it takes its target's {what}, "
-                f"for {_sizes(ours)}, and target {target.spec.name} has {_sizes(theirs)}",
+                f"the draft {draft.spec.name} is for another target: it borrows its target's "
+                f"{what} and needs {_sizes(ours)}, but target {target.spec.name} has "
+                f"{_sizes(theirs)}",
                 ANOTHER_DRAFT,
             )
         why = (
@@ -152,7 +155,7 @@ def check_shared(
 
 
 def _not_borrowed(what: str, draft: Description, why: str, *, is_asked: bool) -> str:
-    """The message for a weight that a draft cannot borrow."""
+    """Return the message for a weight that a draft cannot borrow."""
     begin = f"draft.share: {what} cannot be borrowed"
     if not is_asked:
         begin = f"the draft {draft.spec.name} has no {what} and cannot borrow the target's"
@@ -160,7 +163,7 @@ def _not_borrowed(what: str, draft: Description, why: str, *, is_asked: bool) ->
 
 
 def _sizes(weight: torch.Tensor) -> str:
-    """The sizes of an embedding or a head in words."""
+    """Return the sizes of an embedding or an LM head in words."""
     vocabulary, width = weight.shape
     return f"a vocabulary of {vocabulary} tokens and a hidden size of {width}"
 
@@ -192,8 +195,8 @@ def check_policy(draft: Draft | None, speculation: SpeculationSection) -> None:
 
 
 def check_vocabulary(target: Description, draft: Draft, tokenizer: Tokenizer) -> None:
-    """Raise `SetupError` unless the draft has the token ids of the target's `tokenizer`, or reads
-    the target's hidden states."""
+    """Raise `SetupError` unless the draft's token ids mean the same tokens as in the target's
+    `tokenizer`. Drafts that read the target's hidden states always pass."""
     if draft.feature_layers:
         return
     # A dummy draft, or one that borrows embeddings, takes the target's tokenizer if its folder has
@@ -206,9 +209,9 @@ def check_vocabulary(target: Description, draft: Draft, tokenizer: Tokenizer) ->
 
 
 def _check_is_model(draft: Description) -> None:
-    """Raise `SetupError` for a draft of a special kind whose config.json describes an ordinary
-    model, and for a draft with unused weights. Such a draft would run, but its acceptance would be
-    meaningless."""
+    """Raise `SetupError` for a special kind of draft whose config.json looks like an ordinary
+    model's, and for a draft with unused weights. Such a draft would run, but its acceptance would
+    be meaningless."""
     if draft.spec.load_format == "dummy":
         return
     name = draft.spec.name
@@ -216,28 +219,28 @@ def _check_is_model(draft: Description) -> None:
     for noun, pattern in _OF_HEADS:
         if (found := next(filter(re.compile(pattern).fullmatch, names), None)) is not None:
             raise SetupError(
-                f"{name} is {noun} by its weights ({one_line(found)}), which is not built yet, but "
-                "its config.json is that of a model",
+                f"{name} has the weights of {noun} ({one_line(found)}), which is not built yet, "
+                "although its config.json describes an ordinary model",
                 "models of transformers' families work as drafts",
             )
     if not names and any(draft.place.glob("*.bin")) and not has_tokenizer(draft.place):
         raise SetupError(
-            f"{name} has no tokenizer and only pickled weights, so it is not a complete model: "
-            "EAGLE heads of the first kinds are stored like this, and are not built yet",
-            "a model needs its tokenizer's files beside it",
+            f"{name} has no tokenizer and only pickled weights, so it is not a complete model; the "
+            "first kinds of EAGLE heads are stored like this, and are not built yet",
+            "a model needs its tokenizer's files in the same folder",
         )
     if unused := _without_use(draft, names):
         raise SetupError(
             f"{counted(len(unused), 'tensor')} in the weights of the draft {name} would not be "
             f"used: {one_line(', '.join(unused[:_SHOWN]))}{', …' if len(unused) > _SHOWN else ''}; "
-            "not in the model that its config describes",
-            "is it a draft of a kind that is not built? If they mean nothing, remove them",
+            "the model that its config describes has none of this name",
+            "is it a kind of draft that is not built? If the tensors mean nothing, remove them",
         )
 
 
 def _without_use(draft: Description, names: Collection[str]) -> list[str]:
-    """The names of a draft's stored tensors that its model does not read. names: the names of all
-    tensors in the draft's folder."""
+    """Return the names of tensors in a draft's checkpoint that its model does not read. names: the
+    names of all tensors in the draft's folder."""
     module = draft.module
     if is_gguf(draft.place):
         return readers(module, read_model(draft.place), draft.dtype)[1]
@@ -261,7 +264,7 @@ def tokenizer_of(model: Draft) -> Tokenizer:
 
 
 def _have_one(target: Description, draft: Draft) -> bool:
-    """True if both models have the same tokenizer, and it has no code of its own."""
+    """Return whether both models have the same tokenizer, and neither may run its own code."""
     if target.spec.trust_remote_code or draft.spec.trust_remote_code:
         return False
     kinds = [config_file(m.spec.name, m.place).get("model_type") for m in (target, draft)]

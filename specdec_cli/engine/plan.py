@@ -1,4 +1,4 @@
-"""Makes a plan from a recipe, and checks all that can be checked before any weight is read."""
+"""Makes a plan from a recipe. Checks everything that can be checked before weights are loaded."""
 
 from dataclasses import dataclass, replace
 
@@ -42,12 +42,12 @@ FP8_CAPABILITY = (8, 9)  # the lowest compute capability with fp8 conversion
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A pair that passed every check and has not loaded any weights yet.
+    """A target and a draft that have passed all checks, before any weights are loaded.
 
     draft: the draft's description; None if no draft model proposes. Every rank has it, even if
     `groups.draft` is None because the rank holds no part of the draft. compiled: roles of the
-    models with compiled padded passes. few_threads: the notice that torch runs on fewer threads
-    than there are processors.
+    models whose padded passes are compiled. few_threads: a notice that torch uses fewer threads
+    than there are processors; None if it uses all.
     """
 
     recipe: Recipe
@@ -77,7 +77,8 @@ class Plan:
 
     @property
     def remark(self) -> str | None:
-        """The acceptance rule's remark, shown beside the run's results; None if not needed."""
+        """The acceptance rule's remark, to be shown beside the run's results, or None. Greedy runs
+        need none, unless the rule draws random numbers even then."""
         rule = rule_of(self.recipe.speculation)
         is_moot = self.params.is_greedy and not rule.draws_when_greedy
         return rule.remark if self.k and not is_moot else None
@@ -94,23 +95,24 @@ class Plan:
 
     @property
     def held(self) -> list[Draft]:
-        """The models of which this rank holds a part."""
+        """The models that this rank loads, in whole or in part."""
         return self.models if self.groups.draft is not None else [self.target]
 
     @property
     def no_cuda_graphs(self) -> str | None:
-        """The reason why rounds are not replayed as CUDA graphs; None if they are."""
+        """Why rounds are not replayed as CUDA graphs; None if they are."""
         return "as asked" if self.recipe.run.cuda_graphs == "off" else self._no_graphs_here
 
     @property
     def captures_prompts(self) -> bool:
-        """True if prefill passes of models with fused layers are captured, which only a single rank
-        does."""
+        """Whether prefill passes of models with fused layers are captured as CUDA graphs. Several
+        ranks never capture them."""
         return self.no_cuda_graphs is None and self.parallel.size == 1
 
     @property
     def _no_graphs_here(self) -> str | None:
-        """The reason why this device or these models rule out CUDA graphs; None if nothing does."""
+        """Why CUDA graphs are impossible with this device or these models; None if they are
+        possible."""
         if self.device.type != "cuda":
             return "the device is a CPU"
         if self.k and method_of(self.recipe.speculation).runs_on_host:
@@ -123,12 +125,12 @@ class Plan:
 
     @property
     def stages(self) -> list[str]:
-        """The stages of `build` in order, as it reports them."""
+        """The stages that `build` reports, in order."""
         found = [f"loading the {m.spec.role}" for m in self.held]
         if self.device.type == "cuda":
             found.append("compiling kernels and capturing rounds")
-            # Passes over one token have their own graph. Without proposals, a batch has such passes
-            # when a single sequence is left.
+            # A pass over a single token is compiled separately. In plain decoding, a batch has such
+            # passes once a single sequence is left.
             plain = self.k == 0 and self.recipe.run.batch_size > 1
             shapes = {"target": 1 + plain, "draft": 1 + (self.k > 1)}
             for role in self.compiled:
@@ -137,7 +139,7 @@ class Plan:
 
     @property
     def no_compile(self) -> str | None:
-        """The reason why no model can be compiled, if there is one: only captured passes are
+        """Why no model can be compiled; None if models can be. Only captured passes are
         compiled."""
         if self._no_graphs_here is not None:
             return self._no_graphs_here
@@ -147,7 +149,7 @@ class Plan:
 
     @property
     def execution(self) -> dict[str, str]:
-        """The form in which passes run, with reasons, for the record of the run's environment."""
+        """How passes run (compiled, as CUDA graphs) and why, for the run's `environment`."""
         as_asked = "as asked" if self.recipe.run.compile == "off" else None
         how = {
             "compile": f"on: {', '.join(self.compiled)}"
@@ -168,15 +170,16 @@ class Plan:
 
     @property
     def params(self) -> SamplingParams:
-        """The recipe's sampling section as parameters; the keys have the same names."""
+        """The recipe's sampling section, as the engine's parameters of the same names."""
         asked = self.recipe.sampling.model_dump(exclude={"source"})
         return SamplingParams(**asked, seed=self.recipe.run.seed)
 
 
 def plan(recipe: Recipe, permissions: Permissions = _NONE) -> Plan:
-    """Check a recipe against this machine and its models, reading configs and tokenizers only.
+    """Check a recipe against this machine and its models, and return the plan. This reads only
+    configs and tokenizers.
 
-    Raises `UsageError` for unsupported settings, `SetupError` for models or devices that do not
+    Raises `UsageError` for unsupported settings, and `SetupError` for models or devices that do not
     fit.
     """
     check_world(recipe)
@@ -190,7 +193,8 @@ def plan(recipe: Recipe, permissions: Permissions = _NONE) -> Plan:
 def plan_all_ranks(
     recipe: Recipe, permissions: Permissions, device: torch.device, describe: Describe = describe
 ) -> list[Plan]:
-    """The plans of all ranks of a hypothetical world. Models cannot be loaded from these plans."""
+    """Return the plans that all ranks would have, without starting ranks. Models cannot be loaded
+    from these plans."""
     size, draft_size = recipe.target.tensor_parallel_size, draft_degree(recipe)
     places = [
         Groups(
@@ -218,7 +222,7 @@ def _plan_on(
     groups: Groups,
     describe: Describe,
 ) -> Plan:
-    """The plan of one rank of a world."""
+    """Make the plan of the rank with these `groups`. Raises as `plan` does."""
     if recipe.cache.dtype == "fp8" and device.type == "cuda" and torch.cuda.is_available():
         if (found_here := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
             needed, has = (".".join(map(str, c)) for c in (FP8_CAPABILITY, found_here))
@@ -235,7 +239,7 @@ def _plan_on(
     if (asked := recipe.cache.max_model_len) is not None and asked > target.max_len:
         raise UsageError(
             f"cache.max_model_len: {asked} is more than the {target.max_len} tokens of the target",
-            "leave it out, or correct the range of positions in the target's config.json",
+            "leave it out, or correct the number of positions in the target's config.json",
         )
     if outside := [i for i in recipe.sampling.suppress_tokens if i >= target.vocab_size]:
         raise UsageError(
@@ -253,8 +257,8 @@ def _plan_on(
         groups=groups,
     )
     if k and (of_draft := _draft_spec(recipe, target.spec, permissions)) is not None:
-        # Ranks without a part of the draft check it too, so that either all ranks refuse it or none
-        # does.
+        # Ranks that hold no part of the draft check it, too, so that either all ranks refuse it or
+        # none does.
         part = groups.draft or TensorParallel(size=draft_degree(recipe))
         begin_stage("describing the draft")
         draft = _draft_of(found, of_draft, part, describe)
@@ -276,14 +280,15 @@ def _plan_on(
 
 
 def _as_target(target: Description, plan: Plan) -> Description:
-    """The target, which returns the hidden states that the plan's draft reads."""
+    """Return the target's description, changed to return the hidden states that the plan's draft
+    reads."""
     layers = plan.draft.feature_layers if plan.draft is not None else ()
     tensors = plan.draft.target_tensors if plan.draft is not None else None
     return replace(target, reach=plan.max_model_len, hidden_layers=layers, draft_tensors=tensors)
 
 
 def draft_at(plan: Plan, parallel: TensorParallel, describe: Describe = describe) -> Draft:
-    """The planned draft, described for a rank of a different group. Raises as `plan` does."""
+    """Describe the plan's draft for a rank in a different group of ranks. Raises as `plan` does."""
     assert plan.draft is not None
     return _draft_of(plan, plan.draft.spec, parallel, describe)
 
@@ -295,7 +300,8 @@ def _draft_of(plan: Plan, spec: ModelSpec, parallel: TensorParallel, describe: D
 
 
 def _draft_spec(recipe: Recipe, target: ModelSpec, permissions: Permissions) -> ModelSpec | None:
-    """The model that holds the draft's weights; None for a method without weights."""
+    """Return the model whose checkpoint has the draft's weights, or None if the method has no
+    weights."""
     match weights_from(recipe.speculation.method):
         case "draft" if recipe.draft is not None:
             return _spec("draft", recipe.draft, recipe.cache.dtype, permissions)
@@ -305,16 +311,17 @@ def _draft_spec(recipe: Recipe, target: ModelSpec, permissions: Permissions) -> 
 
 
 def draft_degree(recipe: Recipe) -> int:
-    """The number of ranks that share the draft. A draft in the target's checkpoint is split over
-    all of the target's ranks."""
+    """Return the number of ranks over which the draft is split. A draft in the target's checkpoint
+    is split over all of the target's ranks."""
     if weights_from(recipe.speculation.method) == "target":
         return recipe.target.tensor_parallel_size
     return recipe.draft.tensor_parallel_size if recipe.draft is not None else 1
 
 
 def compiled_roles(plan: Plan) -> tuple[str, ...]:
-    """Roles of the models to compile: models whose layers have no fused form, or all models if the
-    recipe asks for that."""
+    """Return the roles of the models to compile: those whose layers have no fused form, or all if
+    the recipe asks for that. Raises `UsageError` if the recipe asks to compile a model with
+    quantised weights."""
     wanted = plan.recipe.run.compile
     if wanted == "off" or plan.no_compile is not None:
         return ()
@@ -324,20 +331,21 @@ def compiled_roles(plan: Plan) -> tuple[str, ...]:
             raise UsageError(
                 f"{model.spec.role}.weights: {model.spec.weights} does not suit run.compile: on, "
                 "since compiled passes read plain weights",
-                "weights: dequantise makes them plain",
+                f"set {model.spec.role}.weights: dequantise",
             )
     return tuple(m.spec.role for m in able if wanted == "on" or not m.captured_width)
 
 
 def block_bytes_of(plan: Plan) -> tuple[int, int]:
-    """Bytes of one block in the target's cache and in the draft's, on this rank."""
+    """Return the bytes of one block in the target's cache and in the draft's, on this rank."""
     size = plan.recipe.cache.block_size
     found = [held.block_bytes(size) for held in plan.held]
     return found[0], sum(found[1:])
 
 
 def cache_need(plan: Plan, longest: int) -> CacheNeed:
-    """The sizes that determine the run's caches. longest: the tokens of its longest sequence."""
+    """Return the sizes that determine how large the run's caches must be. longest: the number of
+    tokens of its longest sequence."""
     recipe = plan.recipe
     rows = plan.draft.passes(plan.k).rows if plan.draft is not None else 0
     k = max(plan.k, rows - 1)  # a draft pass may have more rows

@@ -1,7 +1,7 @@
 """Prefill: fills the caches of sequences in chunks. Each model processes a chunk in one pass.
 
-In plain decoding, prefill also decides the first output token. The host counts a chunk's time one
-step later.
+In plain decoding, prefill also decides the first output token. The host learns how long a chunk
+took only one step later.
 """
 
 import time
@@ -23,8 +23,8 @@ from specdec_cli.models.prompt_passes import Results
 
 
 class Moment:
-    """A point in time on the device. event: marks a position in the device's queue; None on a
-    device without a queue."""
+    """A point in time on the device. event: marks the current position in the device's queue of
+    work; None on a device without a queue, which uses the host's clock."""
 
     def __init__(self, event: torch.Event | None = None) -> None:
         self._at = time.perf_counter()
@@ -33,7 +33,8 @@ class Moment:
             event.record()
 
     def seconds_until(self, later: "Moment") -> float:
-        """Seconds from this moment to `later`; waits until the device has reached `later`."""
+        """Return the seconds from this moment to `later`. Waits until the device has reached
+        `later`."""
         if self._event is None or later._event is None:
             return later._at - self._at
         later._event.synchronize()
@@ -41,8 +42,8 @@ class Moment:
 
 
 class Moments:
-    """Moments of one device. The last AT_ONCE of them are valid. Events are reused, because the
-    driver takes long to create an event at its first recording."""
+    """Makes the moments of one device. Only the last AT_ONCE moments are valid, because their
+    events are reused: the first recording of an event is slow."""
 
     AT_ONCE = 4  # two moments for each of two steps in flight
 
@@ -52,14 +53,14 @@ class Moments:
         self._events: Iterator[torch.Event | None] = cycle(made or [None])
 
     def now(self) -> Moment:
-        """The current moment, valid until AT_ONCE later moments have been taken."""
+        """Return the current moment. It is valid until AT_ONCE further moments have been taken."""
         return Moment(next(self._events))
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The spans that the target and the proposer process in one step. ending: the target's spans
-    that feed the last token of a sequence."""
+    """The spans of tokens that the target and the proposer process in one step. ending: the
+    target's spans that feed the last token of a sequence."""
 
     targets: list[Span]
     proposers: list[Span]
@@ -71,9 +72,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The next token of each of `seqs`, decided by a prefill pass: int64 [R], -1 where logits were
-    not finite. on_host may be longer than R, and is valid once the pass has ended. on_device is
-    valid until the next pass."""
+    """The next token of each of `seqs`, decided by a prefill pass. A token is -1 if its logits were
+    not finite.
+
+    on_device: int64 [R], valid until the next pass. on_host: the same tokens, valid once the pass
+    has ended; it may have more than R entries.
+    """
 
     seqs: list[Sequence]
     on_device: torch.Tensor
@@ -82,10 +86,11 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class PrefillStep:
-    """Queued passes over a chunk of prompts, before their time is known. begun: the start of the
-    step, in seconds on the host's clock. halfway: the end of the target's passes. end: the end of
-    all passes. seqs: the sequences that took part. waiting: the sequences without a first token.
-    drawn: the tokens that the passes decided.
+    """The passes over a chunk of prompts, which are queued and may still run.
+
+    begun: the start of the step, in seconds on the host's clock. halfway: the end of the target's
+    pass. end: the end of all passes. seqs: the sequences that took part. waiting: the sequences
+    that had no first token yet. drawn: the tokens that the passes decided.
     """
 
     begun: float
@@ -98,10 +103,10 @@ class PrefillStep:
 
 @dataclass(slots=True)
 class Prefill:
-    """The prefill passes of one run; at most one step is in flight.
+    """Runs the prefill passes of one run. At most one step is in flight.
 
-    budget: the maximum tokens of a chunk. parallel: the target's ranks. moments: the moments of the
-    target's device. ended_at: the end of the last step that was read, in seconds on the host's
+    budget: the maximum number of tokens per chunk. parallel: the target's ranks. moments: takes
+    times on the target's device. ended_at: when the host read the last step, in seconds on its
     clock.
     """
 
@@ -121,14 +126,14 @@ class Prefill:
         return self._step.drawn if self._step is not None else None
 
     def next_chunk(self) -> Chunk | None:
-        """The tokens that the running sequences' caches lack, at most `budget`; None if nothing is
-        missing.
+        """Return the next tokens that the running sequences' caches lack, at most `budget`; None if
+        nothing is missing.
 
-        If the run proposes, the first round feeds the last token of each sequence, so that it
-        already proposes the first output token. In plain decoding, prefill also feeds the last
-        token, unless only this token is missing or logits are processed; then a round feeds it. A
-        proposer also lacks tokens after rounds without proposals. A proposer that reads hidden
-        states processes the same tokens as the target.
+        If the run proposes, the last token of each sequence is left to the first round, so that
+        this round can already propose the first output token. In plain decoding, prefill feeds the
+        last token, too, unless it is the only missing one or logits are processed; then a round
+        feeds it. A proposer also lacks tokens after rounds without proposals. A proposer that reads
+        hidden states processes the same tokens as the target.
         """
         proposer, reads, budget = self.proposer, self._reads_hidden, self.budget
         targets: list[Span] = []
@@ -150,9 +155,8 @@ class Prefill:
         return Chunk(targets, proposers) if targets or proposers else None
 
     def feed(self, chunk: Chunk, begun: float) -> list[tuple[Sequence, int]]:
-        """Queue the passes over a chunk, then `settle` the passes of the previous chunk and return
-        the tokens that they decided. begun: the start of the step, in seconds on the host's
-        clock."""
+        """Queue the passes over a chunk. Then `settle` the previous chunk, and return the tokens
+        that its passes decided. begun: the start of the step, in seconds on the host's clock."""
         features = drawn = None
         if chunk.targets:
             ending = chunk.ending if self._decides else []
@@ -187,8 +191,9 @@ class Prefill:
         return decided
 
     def must_settle(self) -> bool:
-        """True if the host must read the tokens from passes in flight before it launches a round,
-        because each may end its sequence, or a round after them may not fit."""
+        """Return whether the host must read the tokens of the passes in flight before it launches a
+        round. That is so if these tokens end all running sequences, or if the free blocks are too
+        few for a round."""
         if self.drawn is None:
             return False
         drawn = set(self.drawn.seqs)
@@ -196,8 +201,8 @@ class Prefill:
         return all(ends) or self.scheduler.is_short(1)
 
     def settle(self) -> list[tuple[Sequence, int]]:
-        """Wait for the passes in flight, if there are any, count their time, and return the tokens
-        that they decided."""
+        """Wait for the passes in flight, if there are any. Add their time to their sequences, and
+        return the tokens that they decided."""
         if (step := self._step) is None:
             return []
         self._step = None
@@ -213,11 +218,11 @@ class Prefill:
             seq.draft_prefill_seconds += of_draft
         if step.drawn is None:
             return []
-        # The host's tensor may be longer. Do not slice it now: the device waits for its next pass.
+        # `on_host` may be longer than `seqs`. Slicing it would take time while the device is idle.
         return list(zip(step.drawn.seqs, step.drawn.on_host.tolist(), strict=False))
 
     def _has_token(self, seq: Sequence) -> bool:
-        """True if a sequence's first token is decided, though the host may not have read it yet."""
+        """Return whether a sequence's first token is decided, even if the host has not read it."""
         drawn = self.drawn
         return seq.first_token_at is not None or (drawn is not None and seq in drawn.seqs)
 
@@ -231,12 +236,12 @@ class Prefill:
 
     @torch.inference_mode()
     def _draw(self, seqs: list[Sequence], logits: torch.Tensor | None) -> torch.Tensor:
-        """Rank 0's next token of each of `seqs`, int64 [R], drawn from logits [R, V]. Every rank
-        gets these tokens."""
+        """Sample the next token of each of `seqs` on rank 0, from logits [R, V]. Every rank gets
+        these tokens, int64 [R]."""
         assert logits is not None, "a pass without draws returns its logits"
         device = logits.device
-        # Rows have a multiple of 16 bytes, since Triton would compile a kernel again for unaligned
-        # rows.
+        # Pad rows to a multiple of 16 bytes: for unaligned rows, Triton would compile the kernel
+        # again.
         spare = [0] * (len(seqs) % 2)
         rows = [[s.noise_key for s in seqs] + spare, [len(s.tokens) for s in seqs] + spare]
         rows.append([self.params.seed] + [0] * (len(rows[0]) - 1))
@@ -250,12 +255,12 @@ class Prefill:
 
     @property
     def _decides(self) -> bool:
-        """True if the pass over a text's last token decides the next token."""
+        """Whether the prefill pass over a text's last token decides the next token."""
         return self.proposer is None and not self.params.changes_logits
 
     @property
     def _reads_hidden(self) -> bool:
-        """True if the run's proposer reads the target's hidden states."""
+        """Whether the run's proposer reads the target's hidden states."""
         return self.proposer is not None and bool(self.proposer.feature_layers)
 
     def _is_behind(self, seq: Sequence) -> bool:

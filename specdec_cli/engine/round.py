@@ -1,9 +1,9 @@
 """One round on device state: propose, score, decide, commit.
 
-The host reads and decides nothing, so a round can be captured as one CUDA graph; a CPU runs it
+The host reads and decides nothing, so a round can be captured as one CUDA graph. On a CPU it runs
 eagerly. The module refers to no proposer, rule or policy by name. Legend: B slots, K proposal
-length, n tokens of a sequence before a round. After a round that accepted a of k proposals it has n
-+ a + 1 tokens, of which n + a are in the target's cache.
+length. If a sequence had n tokens before a round that accepts a proposals, it has n + a + 1 tokens
+after it, of which n + a are in the target's cache.
 """
 
 from dataclasses import dataclass, replace
@@ -25,20 +25,20 @@ from specdec_cli.lengths.base import LengthPolicy
 from specdec_cli.methods.base import Proposer
 from specdec_cli.models.paged import PagedModel
 
-# The stage that ends at each stamp after the first. A single rank has no stamps for broadcasts, and
-# a proposer without `commit` none for that. The last stamp ends the update of the state.
+# The stage that ends at each time stamp after the first. A single rank has no stamps for
+# broadcasts, and a proposer without `commit` has none for that. The last stamp is taken after the
+# state's update.
 STAMPED = ("draft", "broadcast", "verify", "sample", "broadcast", "commit", "sample")
 NUM_STAMPS = len(STAMPED) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class RoundParts:
-    """The parts that every round of a run uses, on this rank.
+    """The models and settings that all rounds of a run use on this rank.
 
     proposer: the source of proposals; None if the run proposes nothing. max_model_len: the target's
-    context length. eos_ids: int64 [E], the ids that end a sequence. parallel: the target's ranks,
-    of which rank 0 proposes and decides. processors: the target's logits processors; None if there
-    are none.
+    context length. eos_ids: int64 [E], the ids that end a sequence. parallel: the target's ranks;
+    rank 0 proposes and decides. processors: the target's logits processors, or None.
     """
 
     target: PagedModel
@@ -67,23 +67,23 @@ class RoundRecord:
 
     @property
     def rows(self) -> torch.Tensor:
-        """[B, K + 3]: K + 1 tokens, the number of accepted proposals, and the number of all
-        proposals."""
+        """[B, K + 3], for each slot: K + 1 tokens, the number of accepted proposals, and the number
+        of proposals."""
         return self.flat[: -NUM_STAMPS - 1].view(self.batch_size, self.k + 3)
 
     @property
     def stamps(self) -> torch.Tensor:
-        """[NUM_STAMPS] nanoseconds on the device's clock; 0 for a missing stamp."""
+        """[NUM_STAMPS] times in nanoseconds on the device's clock; 0 for a missing stamp."""
         return self.flat[-NUM_STAMPS - 1 : -1]
 
     @property
     def experts_read(self) -> torch.Tensor:
-        """[1], the number of distinct experts that scoring read, summed over layers; 0 if experts
-        are not counted."""
+        """[1], the number of distinct experts whose weights scoring read, summed over layers; 0 if
+        experts are not counted."""
         return self.flat[-1:]
 
     def stage_ms(self) -> dict[str, float]:
-        """Milliseconds of each stage; the host calls this."""
+        """Return the milliseconds that each stage took. Call this on the host's copy."""
         times: list[int] = self.stamps.tolist()
         spent = dict.fromkeys(STAGES, 0.0)
         last = times[0]
@@ -95,7 +95,7 @@ class RoundRecord:
 
 
 def run_round(parts: RoundParts, state: BatchState, k: int, record: RoundRecord) -> None:
-    """Run one round of every slot with K = k. Advances `state` and fills `record`."""
+    """Run one round with K = k for all slots. This advances `state` and fills `record`."""
     stamps, is_alone, proposer = record.stamps, parts.parallel.size == 1, parts.proposer
     commits = proposer is not None and proposer.takes_decisions
     ops.stamp(stamps, 0)
@@ -139,7 +139,8 @@ def run_round(parts: RoundParts, state: BatchState, k: int, record: RoundRecord)
 
 
 def proposal_caps(parts: RoundParts, state: BatchState, k: int) -> torch.Tensor:
-    """The maximum number of tokens that each slot may propose, int64 [B]; see `Sequence.room`."""
+    """Return the maximum number of tokens that each slot may propose, int64 [B]. It counts as
+    `Sequence.room` does."""
     if k == 0 or parts.proposer is None:
         return torch.zeros_like(state.length)
     room = (state.limit - 1).clamp_(max=min(parts.proposer.max_len, parts.max_model_len))
@@ -147,7 +148,7 @@ def proposal_caps(parts: RoundParts, state: BatchState, k: int) -> torch.Tensor:
 
 
 def _noise(parts: RoundParts, state: BatchState, k: int) -> Noise | None:
-    """The round's uniform random numbers; None when nothing is drawn."""
+    """Return the round's uniform random numbers, or None if the round draws nothing."""
     if parts.params.is_greedy and not (k and parts.rule.draws_when_greedy):
         return None
     by_round = k > 0 and parts.rule.looks_ahead
@@ -174,7 +175,7 @@ def _propose(
 
 
 def _score(parts: RoundParts, state: BatchState, candidates: Candidates) -> TargetOutput:
-    """One pass over the last token and the proposals of every slot."""
+    """Run the target's pass over the last token and the proposals of every slot."""
     fed = torch.cat((state.tail[:, -1:], candidates.token_ids), dim=1)
     what = Rectangle(fed, candidates.lens, -1, 1, parts.max_model_len, last_only=False)
     reads = parts.proposer is not None and bool(parts.proposer.feature_layers)
@@ -184,7 +185,8 @@ def _score(parts: RoundParts, state: BatchState, candidates: Candidates) -> Targ
 def _decide(
     parts: RoundParts, candidates: Candidates, target: TargetOutput, noise: Noise | None
 ) -> Verdict:
-    """Rank 0's decision; other ranks get tensors of the same shapes to receive the decision."""
+    """Decide which proposals are accepted, on rank 0. On other ranks return tensors of the same
+    shapes, which then receive rank 0's decision."""
     k = candidates.token_ids.shape[1]
     if not parts.parallel.is_first:
         lens = candidates.lens

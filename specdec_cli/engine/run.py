@@ -15,11 +15,12 @@ from specdec_cli.lengths.base import LastRounds
 
 @dataclass(slots=True)
 class Run:
-    """The state of one pass over a list of prompts; `Engine.step` advances it.
+    """The state of one run over a list of prompts. `Engine.step` advances it.
 
-    k: the longest proposal. eos_ids: the ids that end a sequence. by_slots: rounds by number of
-    slots, in ascending order. rounds: the rounds in use. to_come: requests in the order of their
-    arrivals, taken one at a time. refused: sequences that cannot run, kept until they are reported.
+    k: the maximum proposal length. eos_ids: the ids that end a sequence. by_slots: rounds for each
+    number of slots, in ascending order. rounds: the rounds in use. to_come: future requests in the
+    order of their arrival, taken one at a time. refused: sequences that cannot run, kept until they
+    are reported.
     """
 
     k: int
@@ -38,12 +39,12 @@ class Run:
     refused: list[Sequence] = field(default_factory=list)
 
     def rounds_for(self, count: int) -> Rounds:
-        """The rounds with the fewest slots that fit `count` sequences."""
+        """Return the rounds with the fewest slots that fit `count` sequences."""
         return next(r for r in self.by_slots if r.num_slots >= count)
 
     def look_ahead(self, place: int) -> bool:
-        """True if there are more than `place` pending requests. If needed, requests are taken from
-        `to_come`."""
+        """Return whether there are more than `place` pending requests. Take requests from `to_come`
+        if needed."""
         pending = self.scheduler.pending
         while len(pending) <= place and (request := next(self.to_come, None)) is not None:
             self.add(request, is_here=False)
@@ -77,14 +78,14 @@ class Run:
             self.stop_finders[request.index] = request.stop_finder()
 
     def admit(self, now: float) -> None:
-        """Start waiting sequences while there is room."""
+        """Start waiting sequences while there are free slots and blocks."""
         for seq in self.scheduler.admit():
             if seq.admitted_at is None:
                 seq.admitted_at, seq.queued_seconds = now, now - seq.arrived_at
 
     def load(self) -> None:
-        """Put the running sequences into slots, with the decided tokens that the host has not read
-        yet."""
+        """Put the running sequences into slots, including tokens that prefill has decided but the
+        host has not read yet."""
         drawn = self.prefill.drawn
         if drawn is not None:
             self.scheduler.extend_ahead(1)
@@ -96,7 +97,7 @@ class Run:
 
     def take(self, decided: list[tuple[Sequence, int]]) -> list[Emission]:
         """Append the tokens that prefill passes decided. Each token counts as a round without
-        proposals, but its time is not added to the round time."""
+        proposals, but the pass does not count in the time of rounds."""
         ended_at = self.prefill.ended_at
         self.rounds.begin_after(ended_at)
         check_finite([token for _, token in decided])
@@ -106,7 +107,8 @@ class Run:
         return [self.append(seq, [token], 0, ended_at) for seq, token in decided]
 
     def apply(self, done: Outcome, live: list[int]) -> list[Emission]:
-        """Append the decided tokens of the `live` slots, and update the lengths of both caches."""
+        """Append a round's tokens to the sequences in the `live` slots, update the lengths of both
+        caches, and add up times and counts."""
         self.last.trials.append([(done.lens[b], done.accepted[b]) for b in live])
         emissions, proposer = [], self.prefill.proposer
         for seq, k, accepted, row in (
@@ -134,8 +136,8 @@ class Run:
         return emissions
 
     def append(self, seq: Sequence, tokens: list[int], accepted: int, at: float) -> Emission:
-        """Append decided tokens, then finish the sequence or trim its blocks. accepted: the number
-        of proposals among them. at: the time of reading, on the host's clock."""
+        """Append tokens to a sequence, then finish it or trim its blocks. accepted: how many of the
+        tokens were proposals. at: when the host read them, in seconds on its clock."""
         keep = self._finish_reason(seq, tokens)
         seq.tokens.extend(tokens[:keep])
         seq.first_token_at = seq.first_token_at or at
@@ -143,15 +145,15 @@ class Run:
             seq.finished_at = at
             self.scheduler.finish(seq)
             if seq.finish_reason == "stop" and self.rounds.in_flight:
-                # Only the host detects stop strings. Other sequences may now take this one's
-                # blocks.
+                # The device does not know of stop strings. Stop the slot there, because other
+                # sequences may now get this sequence's blocks.
                 self.rounds.stop(seq)
         elif not self.rounds.runs_ahead:
             self.scheduler.trim(seq)
         return Emission(seq, tokens[:keep], min(accepted, keep))
 
     def _finish_reason(self, seq: Sequence, tokens: list[int]) -> int:
-        """Decide whether `tokens` end the sequence. Returns the number of tokens to keep."""
+        """Set the sequence's finish reason if `tokens` end it. Return how many tokens to keep."""
         keep = len(tokens)
         for count, token in enumerate(tokens, start=1):
             if token in self.eos_ids:
@@ -166,7 +168,7 @@ class Run:
 
 
 def check_finite(counts: list[int]) -> None:
-    """Raise `RunError` if a count is negative, which marks logits that are not finite."""
+    """Raise `RunError` if any count is negative: such counts mark logits that are not finite."""
     if (worst := min(counts, default=0)) < 0:
         raise RunError(
             f"the {'draft' if worst == -2 else 'target'} produced logits that are not finite "

@@ -1,7 +1,8 @@
 """Chooses which sequences run and which blocks they get.
 
 Waiting prompts fill free slots in order. When blocks run out, the youngest running sequence gives
-up its blocks and is recomputed later. Proposals are never shortened, so samples do not change.
+up its blocks and is recomputed later. A lack of blocks never shortens proposals, so it does not
+change the sampled text.
 """
 
 from collections import deque
@@ -11,8 +12,11 @@ from specdec_cli.core.types import Sequence
 
 
 class Scheduler:
-    """Admission, reservation and preemption over one allocator. Deadlocks cannot occur: `add`
-    refuses a sequence that could not run alone, and the oldest running sequence always advances."""
+    """Admits sequences, reserves blocks for them, and preempts them, with one allocator.
+
+    Deadlocks cannot occur: `add` refuses a sequence that could not run alone, and the oldest
+    running sequence always advances.
+    """
 
     def __init__(
         self,
@@ -32,8 +36,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
 
     def add(self, seq: Sequence, *, is_here: bool = True) -> None:
-        """Queue a sequence, or keep it until `arrive`. Raises ValueError if it could not finish
-        even alone."""
+        """Queue a sequence, or keep it until `arrive` if it is not here yet. Raises ValueError if
+        the cache is too small for it even alone."""
         need = self.allocator.blocks_for(self._most(seq))
         if need > self.allocator.num_usable:
             raise ValueError(
@@ -43,7 +47,7 @@ class Scheduler:
         (self.waiting if is_here else self.pending).append(seq)
 
     def arrive(self, count: int) -> None:
-        """Queue the first `count` pending sequences, behind sequences that were preempted."""
+        """Queue the first `count` pending sequences behind all waiting ones."""
         self.waiting.extend(self.pending.popleft() for _ in range(count))
 
     @property
@@ -52,16 +56,16 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """True if there is nothing to do until a sequence arrives."""
+        """Whether there is nothing to do until a sequence arrives."""
         return not self.running and not self.waiting
 
     def proposal_len(self, seq: Sequence) -> int:
-        """The proposal length of the sequence's next round. It does not depend on other
-        sequences."""
+        """Return how many tokens the sequence's next round may propose. This does not depend on
+        other sequences."""
         return min(self.k, seq.room(self.draft_max_len)) if self.k else 0
 
     def admit(self) -> list[Sequence]:
-        """Move waiting sequences into free slots while there are blocks for them."""
+        """Move waiting sequences into free slots while there are blocks for them. Return them."""
         admitted: list[Sequence] = []
         while self.waiting and len(self.running) < self.batch_size:
             seq = self.waiting[0]
@@ -75,8 +79,9 @@ class Scheduler:
         return admitted
 
     def reserve(self) -> list[Sequence]:
-        """Allocate blocks for one round of every running sequence, and preempt the youngest if
-        needed. Returns the sequences that take part, oldest first."""
+        """Allocate the blocks that every running sequence needs for one round, and preempt the
+        youngest sequences if there are too few. Return the sequences that take part, oldest
+        first."""
         taking_part: list[Sequence] = []
         while len(taking_part) < len(self.running):
             seq = self.running[len(taking_part)]
@@ -94,14 +99,14 @@ class Scheduler:
         return taking_part
 
     def can_admit(self) -> bool:
-        """True if `admit` would admit a sequence."""
+        """Return whether `admit` would admit a sequence."""
         if not self.waiting or len(self.running) >= self.batch_size:
             return False
         length = self._next_length(self.waiting[0])
         return self._admission_blocks(length) <= self.allocator.num_free
 
     def is_short(self, ahead: int) -> bool:
-        """True if free blocks are too few for `extend_ahead`."""
+        """Return whether there are too few free blocks for `extend_ahead`."""
         missing = sum(
             self.allocator.missing(s.block_table, self._length_ahead(s, ahead))
             for s in self.running
@@ -109,8 +114,9 @@ class Scheduler:
         return missing > self.allocator.num_free
 
     def extend_ahead(self, ahead: int) -> list[tuple[Sequence, list[int]]]:
-        """Allocate and return blocks for a round that begins up to `ahead` tokens past the host's
-        state, as `is_short` allows."""
+        """Allocate blocks for a round whose sequences may be up to `ahead` tokens longer than the
+        host knows. Return the sequences that got blocks, with their new blocks. `is_short` must be
+        False."""
         added = []
         for seq in self.running:
             before = len(seq.block_table)
@@ -128,7 +134,7 @@ class Scheduler:
         self.running.remove(seq)
 
     def release_all(self) -> None:
-        """Give back every block, also after a failed run."""
+        """Free all blocks and empty all queues, at the end of a run or after an error."""
         for seq in self.running:
             self.allocator.shrink(seq.block_table, 0)
         for queue in (self.running, self.waiting, self.pending):
@@ -142,8 +148,8 @@ class Scheduler:
         return length
 
     def _most(self, seq: Sequence) -> int:
-        """The maximum number of the sequence's tokens that the cache must ever hold. The last
-        token's keys and values are never needed, and the last round with proposals starts two
+        """Return the maximum number of tokens for which the sequence ever needs cache blocks. The
+        last token's keys and values are never needed, and the last round with proposals starts two
         tokens before the end."""
         length = seq.max_tokens - 1
         if self.ahead:
@@ -151,12 +157,12 @@ class Scheduler:
         return length
 
     def _admission_blocks(self, length: int) -> int:
-        # Keep one spare block per running sequence, or the new one would soon be preempted.
+        # Keep one spare block per running sequence. Otherwise the new one would soon be preempted.
         return self.allocator.blocks_for(length) + len(self.running)
 
     def _length_ahead(self, seq: Sequence, ahead: int) -> int:
-        """The maximum number of the sequence's tokens that the cache may have to hold in a round
-        that starts up to `ahead` tokens later."""
+        """Return the maximum number of tokens for which the sequence may need cache blocks in a
+        round that starts when it is up to `ahead` tokens longer."""
         n = len(seq.tokens)
         return max(n, min(n + ahead + max(self.k, self.ahead), self._most(seq)))
 

@@ -1,22 +1,24 @@
-"""Chooses each round's K from recent acceptance and measured round times. Each K is timed first.
-Then rounds use the K with the most expected tokens per millisecond. The choice depends only on
-earlier rounds, so the text keeps its distribution, but sampled text can differ between runs.
+"""A policy that chooses each round's K from recent acceptance and measured round times.
+
+First a few rounds with each K are timed. Then rounds use the K with the most expected tokens per
+millisecond. The choice depends only on earlier rounds, so the text keeps its distribution, but
+sampled text can differ between runs.
 """
 
 from specdec_cli.lengths.base import LastRounds, LengthPolicy
 from specdec_cli.lengths.costs import RoundCosts
 from specdec_cli.recipe import SpeculationSection
 
-_PRIOR_ROUNDS = 1.0  # weight, in rounds, of the prior of a position's rate
+_PRIOR_ROUNDS = 1.0  # weight of the prior for a position's acceptance rate, in rounds
 _PRIOR_RATE = 0.6
-# Weight of a round relative to the next one, because a text's acceptance changes within about ten
-# rounds.
+# The weight of a round relative to the next one. A text's acceptance changes within about ten
+# rounds, so older rounds count less.
 _FADING = 0.9
-_IDLE_ROUNDS = 24  # retry proposals after this many rounds without
+_IDLE_ROUNDS = 24  # propose again after this many rounds without proposals
 
 
 class Adaptive(LengthPolicy):
-    """A policy that chooses each round's K: the run's k, or one of `choices` below it."""
+    """Chooses each round's K: the run's k, or one of `choices` that is not above it."""
 
     def __init__(self, choices: tuple[int, ...]) -> None:
         self.choices = choices
@@ -38,8 +40,11 @@ class Adaptive(LengthPolicy):
 
 
 def expected_tokens(last: LastRounds, k: int) -> list[float]:
-    """Expected tokens of a round at each K of 0..k; the rate of a rarely reached position stays
-    near that of the position before."""
+    """Return how many tokens to expect from a round at each K in 0..k.
+
+    They follow from the acceptance rate of each position in the last rounds. If a position was
+    rarely reached, its rate stays close to the rate of the position before.
+    """
     rounds = [
         (_FADING**age, trial)
         for age, trials in enumerate(reversed(last.trials))

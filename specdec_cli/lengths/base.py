@@ -1,5 +1,5 @@
-"""The interface between a round and a length policy. A policy never drops a token because of that
-token's own draw."""
+"""The interface between a round and a length policy. Whether a policy drops a token must not depend
+on which token was drawn there; otherwise the output distribution would change."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -16,41 +16,44 @@ _REMEMBERED = 32  # rounds
 
 @dataclass(slots=True)
 class LastRounds:
-    """The pairs (proposed, accepted) of each sequence in the rounds that the host has read. The
-    newest pair is last."""
+    """How many tokens were proposed and accepted in the last rounds. trials: for each round that
+    the host has read, newest last, a pair (proposed, accepted) for each sequence."""
 
     trials: deque[list[tuple[int, int]]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
 
 class LengthPolicy(Protocol):
-    """A rule for the number of proposals. The defaults below always propose k tokens. is_fixed:
-    whether rounds always propose as many tokens as allowed."""
+    """Decides how many tokens a round proposes. The defaults below always propose k tokens.
+    is_fixed: whether rounds always propose as many tokens as they may."""
 
     is_fixed: bool = False
 
     @property
     def stop(self) -> Stop | None:
-        """The test that ends a sequence's drafting (see `Drafting`), or None. It runs in the
-        graph."""
+        """A test that ends a sequence's proposals after a drawn token (see `Drafting`), or None. It
+        runs inside the CUDA graph."""
         return None
 
     @property
     def doubt(self) -> Doubt | None:
-        """A test of the draft's own confidences that can end its proposals before a token, or None.
-        It needs a draft with confidences (`Draft.has_confidence`), and runs in the graph."""
+        """A test of the scores from a draft's confidence head that ends a sequence's proposals
+        before a token, or None. It needs a draft with such a head (`Draft.has_confidence`), and
+        runs inside the CUDA graph."""
         return None
 
     def lengths(self, k: int) -> tuple[int, ...]:
-        """Every K that rounds may have if the longest proposal is k, in ascending order. A CUDA
-        graph is captured for each."""
+        """Return all values of K that rounds may use if the largest is k, in ascending order. A
+        CUDA graph is captured for each."""
         return (k,)
 
     def next_k(
         self, lengths: tuple[int, ...], last: LastRounds, costs: RoundCosts, slots: int
     ) -> int:
-        """K of the next round over `slots` slots, one of `lengths`; the same on all ranks."""
+        """Return K for the next round over `slots` slots: one of `lengths`, and the same on all
+        ranks."""
         return lengths[-1]
 
     def caps(self, state: BatchState, caps: torch.Tensor) -> torch.Tensor:
-        """The maximum tokens of each slot, int64 [B], at most `caps`. Runs in the graph."""
+        """Return how many tokens each slot may propose, int64 [B], at most `caps`. This runs inside
+        the CUDA graph."""
         return caps

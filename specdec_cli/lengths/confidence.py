@@ -1,7 +1,7 @@
-"""A policy that stops a sequence's drafting after a token that the draft finds unlikely.
+"""A policy that ends a sequence's proposals after a token that the draft finds unlikely.
 
-As in transformers' `assistant_confidence_threshold` (after DISCO, arXiv 2405.04304), the unlikely
-token itself is still proposed, so the decision to stop never depends on a dropped token.
+As with transformers' `assistant_confidence_threshold` (after DISCO, arXiv 2405.04304), the unlikely
+token itself is still proposed. So no token is dropped because of its own probability.
 """
 
 import torch
@@ -12,8 +12,8 @@ from specdec_cli.recipe import SpeculationSection
 
 
 class Confidence(LengthPolicy):
-    """Ends a sequence's proposals with the first token whose probability is below the threshold.
-    The probability is that of the draft's softmax at temperature 1."""
+    """Ends a sequence's proposals after the first token whose probability is below the threshold.
+    The probability is the draft's, at temperature 1."""
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold

@@ -1,15 +1,16 @@
-"""Measured times of rounds, for policies that choose between proposal lengths."""
+"""Keeps measured times of rounds, for policies that choose between proposal lengths."""
 
 from collections import defaultdict
 from statistics import median
 
 from specdec_cli.core.parallel import TensorParallel
 
-_TRIALS = 4  # rounds of each K; the first is a warm-up and does not count
+_TRIALS = 4  # rounds to time for each K; the first is a warm-up and does not count
 
 
 class RoundCosts:
-    """Times of rounds by number of slots and K. Every rank adds its own; `of` returns rank 0's."""
+    """The times of rounds, for each number of slots and K. Every rank adds its own times, and `of`
+    returns rank 0's."""
 
     def __init__(self, parallel: TensorParallel) -> None:
         self._parallel = parallel
@@ -17,18 +18,20 @@ class RoundCosts:
         self._agreed: dict[tuple[int, tuple[int, ...]], dict[int, float]] = {}
 
     def add(self, slots: int, k: int, seconds: float) -> None:
-        """Record a round's time, for the first `_TRIALS` rounds of its kind."""
+        """Record a round's time, if it is one of the first `_TRIALS` with this number of slots and
+        k."""
         found = self._seconds[slots, k]
         if len(found) < _TRIALS:
             found.append(seconds)
 
     def unmeasured(self, slots: int, lengths: tuple[int, ...]) -> int | None:
-        """A K in `lengths` that is not timed yet, or None."""
+        """Return a K in `lengths` that has not been timed enough yet, or None."""
         missing = [k for k in lengths if len(self._seconds[slots, k]) < _TRIALS]
         return missing[-1] if missing else None
 
     def of(self, slots: int, lengths: tuple[int, ...]) -> dict[int, float]:
-        """Milliseconds per round by K. All ranks must call this together."""
+        """Return the median milliseconds of a round for each K in `lengths`. All ranks must call
+        this together."""
         key = slots, lengths
         if key not in self._agreed:
             mine = {k: 1e3 * median(self._seconds[slots, k][1:]) for k in lengths}

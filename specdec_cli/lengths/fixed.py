@@ -1,11 +1,11 @@
-"""The policy of a fixed length: every round proposes as many tokens as the recipe says."""
+"""The policy with a fixed length: every round proposes as many tokens as the recipe says."""
 
 from specdec_cli.lengths.base import LengthPolicy
 from specdec_cli.recipe import SpeculationSection
 
 
 class FixedLength(LengthPolicy):
-    """The same k in every round."""
+    """Proposes k tokens in every round."""
 
     is_fixed = True
 

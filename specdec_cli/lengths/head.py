@@ -1,6 +1,6 @@
-"""A policy that ends a sequence's proposals before a token to which the draft's confidence head
-gives a low score, as DeepSpec truncates DSpark's blocks. The score depends only on earlier tokens,
-so the policy does not change the output distribution."""
+"""A policy that ends a sequence's proposals before a token for which the draft's confidence head
+gives a low score. DeepSpec truncates DSpark's blocks like this. The score depends only on earlier
+tokens, so the policy does not change the output distribution."""
 
 from specdec_cli.core.drafting import Doubt
 from specdec_cli.lengths.base import LengthPolicy
@@ -8,7 +8,7 @@ from specdec_cli.recipe import SpeculationSection
 
 
 class HeadsConfidence(LengthPolicy):
-    """Ends a sequence's proposals before the first token whose confidence is below the
+    """Ends a sequence's proposals before the first token whose confidence score is below the
     threshold."""
 
     def __init__(self, threshold: float) -> None:

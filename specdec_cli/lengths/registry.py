@@ -1,4 +1,4 @@
-"""Finds the code of length policies by their names in recipes."""
+"""Finds the code of the length policy that a recipe names."""
 
 from importlib import import_module
 
@@ -8,7 +8,8 @@ from specdec_cli.recipe.choices.registry import POLICIES
 
 
 def policy_of(speculation: SpeculationSection) -> LengthPolicy:
-    """The policy that a recipe names: made by its module's `from_recipe`, or a plugin's."""
+    """Make the length policy that a recipe names, with a plugin's function or with `from_recipe` in
+    the module of that name."""
     name = speculation.length.policy
     make = POLICIES[name].code or import_module(f"specdec_cli.lengths.{name}").from_recipe
     made: LengthPolicy = make(speculation)

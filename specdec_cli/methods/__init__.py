@@ -1,1 +1,1 @@
-"""Proposers, one per file. The engine refers to none of them by name."""
+"""The methods that propose tokens, one per file. The engine refers to none of them by name."""

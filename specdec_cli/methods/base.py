@@ -1,5 +1,5 @@
-"""The interface between a round and a proposer, which works on `BatchState`. A proposer that uses
-only tensors is captured into a CUDA graph with the rest of the round."""
+"""The interface between a round and a proposer. A proposer reads `BatchState`. If it uses only
+tensor operations, it is captured into a CUDA graph with the rest of the round."""
 
 import sys
 from collections.abc import Callable
@@ -24,10 +24,11 @@ from specdec_cli.recipe import SpeculationSection
 
 @dataclass(frozen=True, slots=True)
 class MethodParts:
-    """The recipe section and the models for making a proposer on this rank.
+    """The recipe's section and the models from which a method makes its proposer on this rank.
 
     draft: a `PagedModel`, or the method's own kind of draft; None if this rank holds no part of it.
-    described: the draft's description, on every rank. draft_max_len: its context length, or 0.
+    draft_max_len: the draft's context length; 0 without a draft. described: the draft's
+    description, on every rank.
     """
 
     speculation: SpeculationSection
@@ -38,8 +39,8 @@ class MethodParts:
 
 
 class RoundSize(NamedTuple):
-    """The sizes that determine a method's memory on this rank. longest: the maximum length of a
-    text."""
+    """The sizes that determine how much memory a method takes on this rank. longest: the maximum
+    length of a text in tokens."""
 
     batch_size: int
     k: int
@@ -52,8 +53,8 @@ class RoundSize(NamedTuple):
 
 
 class MethodBytes(NamedTuple):
-    """Bytes in addition to weights, caches and passes: those held throughout, and those at the peak
-    of a round."""
+    """The bytes that a method takes in addition to weights, caches and passes. held: during the
+    whole run. in_round: in addition, at the peak of a round."""
 
     held: int = 0
     in_round: int = 0
@@ -61,11 +62,15 @@ class MethodBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """The code of a method. make: makes a proposer. estimate_bytes: its memory. describe: describes
-    its own kind of draft; None for a method that runs a transformers model, or no model.
+    """The functions and properties of a method.
+
+    make: makes a proposer. estimate_bytes: estimates the method's memory. describe: describes the
+    method's own kind of draft; None for a method that runs a transformers model, or no model.
     runs_on_host: whether the host reads device data, so that rounds cannot be captured. can_share:
-    the weights that `draft.share` may name for its kind of draft. check: returns a model's
-    description adapted to the method; raises `SetupError` if the method cannot run it."""
+    the weights that `draft.share` may name for the method's kind of draft. check: adapts the
+    description of a transformers model to the method, and raises `SetupError` if the method cannot
+    run it.
+    """
 
     make: Callable[[MethodParts], "Proposer"]
     estimate_bytes: Callable[[RoundSize], MethodBytes]
@@ -76,20 +81,22 @@ class Method:
 
 
 def text_bytes(size: RoundSize) -> MethodBytes:
-    """Memory of a method that looks up texts, without a model: int32 ids on the device."""
+    """Return the memory of a method that looks up tokens in texts, without a model: the texts'
+    int32 ids on the device."""
     return MethodBytes(held=4 * size.batch_size * size.longest)
 
 
 class Proposer:
-    """A source of proposals. max_len: maximum length of a sequence. feature_layers: the hidden
-    states of the target that it reads, as transformers counts them in `hidden_states`. needs_text:
-    whether `BatchState.texts` must hold the sequences' tokens. tail: the number of tokens of
-    `BatchState.tail` that it reads. max_lag: how many tokens its cache may lack when a round
-    starts; if it lacks more, they are prefilled first. is_paged: whether it keeps all data of a
-    text in the blocks of its tokens, so that texts with a common prefix may share blocks.
-    depends_on_k: whether a proposal depends on the number of proposals after it.
+    """A source of proposals. Subclasses must define `propose`; the other methods have defaults, for
+    a proposer without state.
 
-    A subclass inherits the defaults below, which keep no state, and must define `propose`.
+    max_len: the maximum length of a sequence. feature_layers: the target's hidden states that the
+    proposer reads, by their indices in transformers' `hidden_states`. needs_text: whether
+    `BatchState.texts` must hold the sequences' tokens. tail: how many tokens of `BatchState.tail`
+    the proposer reads. max_lag: how many tokens its cache may lack when a round starts; if it lacks
+    more, they are prefilled first. is_paged: whether it keeps all of its data about a text in the
+    blocks of the text's tokens, so that texts with a common prefix may share blocks. depends_on_k:
+    whether a proposal depends on the number of proposals after it.
     """
 
     max_len: int = sys.maxsize
@@ -101,8 +108,8 @@ class Proposer:
     depends_on_k: bool = False
 
     def tail_for(self, k: int) -> int:
-        """The number of tokens of `BatchState.tail` that it reads in a run whose longest proposals
-        have k tokens."""
+        """Return how many tokens of `BatchState.tail` the proposer reads in a run that proposes at
+        most k tokens per round."""
         return self.tail
 
     def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
@@ -113,22 +120,22 @@ class Proposer:
         raise NotImplementedError
 
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
-        """Process a round's decision, before `state` is advanced."""
+        """Update the proposer's own data after a round's decision, before `state` is advanced."""
 
     @property
     def takes_decisions(self) -> bool:
-        """Whether `commit` does anything."""
+        """Whether this class overrides `commit`."""
         return type(self).commit is not Proposer.commit
 
     def ahead(self, k: int) -> int:
-        """The number of positions after a text that need cache blocks in a round of k, because
-        passes write them even if the sequence proposes fewer tokens; 0 if only proposals need
+        """Return how many positions after a text need cache blocks in a round with K = k, because
+        passes write them even if a sequence proposes fewer tokens. Return 0 if only proposals need
         blocks."""
         return 0
 
     def kv_after(self, n: int, k: int, accepted: int) -> int:
-        """Number of leading tokens in the proposer's cache after a round that began with n tokens
-        and accepted `accepted` of k >= 1 proposals."""
+        """Return how many of a sequence's first tokens are in the proposer's cache after a round
+        that began with n tokens and accepted `accepted` of k >= 1 proposals."""
         return n + accepted
 
     def forecast(
@@ -139,13 +146,14 @@ class Proposer:
         k: int,
         params: SamplingParams,
     ) -> Forecast | None:
-        """The expected acceptance of proposals along `output`, an existing text; None if only
-        running the rounds can tell. All ranks call this; rank 0's result is valid."""
+        """Compute the expected acceptance of proposals along `output`, an existing text. Return
+        None if that requires running the rounds. All ranks must call this, but only rank 0's result
+        is valid."""
         return None
 
     def check(self) -> None:
-        """Raise for errors that only the device could detect; called when a run ends."""
+        """Raise an error that was only detected on the device. This is called when a run ends."""
 
     def clear(self) -> None:
-        """Clear cached values that are not finite, because padding reads them and 0 * NaN is
-        NaN."""
+        """Clear the proposer's cache after logits that were not finite. Padding reads cached values
+        with weight 0, and 0 * NaN is NaN."""

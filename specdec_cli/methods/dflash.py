@@ -1,8 +1,8 @@
 """Proposing a block of tokens in one pass with a DFlash drafter (z-lab, arXiv 2602.06036).
 
-The drafter keeps keys and values only of true tokens, which `commit` computes from the target's
-hidden states. A block is the last token and k masks: k + 1 rows that attend to the context and each
-other. The next rows overwrite their keys. Legend: B slots, K proposal length, H width.
+A block consists of the last token and k mask tokens: k + 1 rows that attend to the text before them
+and to each other. Their keys and values are overwritten later: `commit` computes those of the
+accepted tokens from the target's hidden states. Legend: B slots, K proposal length, H hidden size.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,8 @@ from specdec_cli.models.heads.paged import PagedHead
 
 
 class DFlash(HeadProposer):
-    """Draws K tokens a sequence from one pass over `rows` rows. depends_on_k: whether K sets the
-    number of rows."""
+    """Draws K tokens per sequence from one pass over `rows(K)` rows. depends_on_k: whether the
+    number of rows depends on K."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class DFlash(HeadProposer):
         return self.rows(k) - 1
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """Propose K tokens from one pass. Only some of the rows predict a proposal."""
+        """Propose K tokens from one pass. Not every row predicts a proposal."""
         if self.head is None or draft.is_over:
             return draft.nothing()
         head = self.head.head
@@ -51,7 +51,7 @@ class DFlash(HeadProposer):
         rows = self.rows(draft.k)
         masks = state.tail.new_full((state.num_slots, rows - 1), head.config.mask_id)
         block = torch.cat((state.tail[:, -1:], masks), dim=1)
-        # A sequence's cap truncates its proposals, never the block.
+        # A sequence's cap shortens its proposals, but never its block.
         lens = (draft.caps > 0) * rows
         what = Rectangle(block, lens, -1, 1, self.max_len, False)
         nothing = head.norm.new_empty(*block.shape, 0)
@@ -74,8 +74,8 @@ class DFlash(HeadProposer):
         state: BatchState,
         draft: Drafting,
     ) -> None:
-        """Draw token by token from logits [B, K, Vd], plus the Markov head's term for each row,
-        which depends on the previous token. rows: [B, K, H], normed."""
+        """Draw tokens one after another from logits [B, K, Vd]. To each row, add the Markov head's
+        term, which depends on the previous token. rows: [B, K, H], normed hidden states."""
         assert head.markov is not None
         before, memory = state.tail[:, -1], None
         for place in range(draft.k):
@@ -99,12 +99,12 @@ def _make(parts: MethodParts) -> DFlash:
 
 
 def estimate_bytes(size: RoundSize) -> MethodBytes:
-    """The bytes of the context in `commit` and of logits."""
+    """Estimate the bytes of the pass in `commit` and of the logits."""
     return estimate_at_once(size, size.batch_size * (size.k + 1))
 
 
 def describe(place: DraftPlace) -> HeadDescription:
-    """The drafter in its folder, from a config of any supported form."""
+    """Describe the drafter in its folder. Its config may have any of the supported formats."""
     keeps_width = place.speculation.block_width == "trained"
 
     def read(name: str, folder: Path, _: int) -> DFlashConfig:

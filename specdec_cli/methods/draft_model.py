@@ -16,8 +16,8 @@ from specdec_cli.models.paged import PagedModel
 
 
 class DraftModel(Proposer):
-    """Draws k tokens a sequence from the draft model, up to its context length `max_len`; `model`
-    is None on ranks that hold no part of it."""
+    """Draws k tokens per sequence from the draft model, whose context length is `max_len`. model:
+    None on ranks that hold no part of it."""
 
     is_paged = True
 
@@ -33,7 +33,7 @@ class DraftModel(Proposer):
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
         """Propose tokens. The first pass feeds the last two tokens, because the cache lacks one or
-        both. Each further pass feeds the token just drawn."""
+        both of them. Each further pass feeds the token that was drawn last."""
         if self.model is None:
             return draft.nothing()
         fed, offset = state.tail, -self.tail
@@ -44,8 +44,8 @@ class DraftModel(Proposer):
         return draft.candidates()
 
     def kv_after(self, n: int, k: int, accepted: int) -> int:
-        """The cache never holds the last proposal, which is drawn but not fed. Later tokens
-        overwrite the keys of rejected proposals."""
+        """Return how many tokens the cache holds. It lacks the last proposal, which is drawn but
+        never fed. Later tokens overwrite the keys of rejected proposals."""
         return n + min(accepted, k - 1)
 
     def forecast(
@@ -69,8 +69,8 @@ def _make(parts: MethodParts) -> DraftModel:
 
 
 def _estimate_bytes(size: RoundSize) -> MethodBytes:
-    """The bytes of each step's logits, plus all steps stacked if tokens are sampled and this rank
-    verifies."""
+    """Estimate the bytes of logits. If tokens are sampled and this rank verifies, it keeps the
+    logits of every step, and later stacks them; otherwise it keeps none."""
     if size.is_greedy or size.draft is None or not size.is_first:
         return MethodBytes()
     vocab = min(size.draft.vocab_size, size.vocab_size)

@@ -1,5 +1,5 @@
-"""Proposing with a DSpark drafter: DFlash's pass, followed by draws from left to right with a
-Markov head."""
+"""Proposing tokens with a DSpark drafter: a pass as in DFlash, and then a Markov head with which
+tokens are drawn one after another."""
 
 from specdec_cli.methods.dflash import METHOD
 

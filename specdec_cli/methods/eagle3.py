@@ -18,7 +18,8 @@ def describe(
     read_config: Callable[[str, Path], Eagle3Config] = read_head_config,
     bind: Bind = PagedHead,
 ) -> HeadDescription:
-    """The head in its folder, with the layers that the recipe chooses."""
+    """Describe the head in its folder. It reads the target's layers that the recipe chooses, or
+    those that its config names."""
 
     def read(name: str, folder: Path, num_target_layers: int) -> Eagle3Config:
         config = overridden(read_config(name, folder), place.speculation, num_target_layers)

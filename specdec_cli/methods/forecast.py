@@ -1,7 +1,9 @@
-"""Forecasts of acceptance along an existing text, by running the rounds that begin in it.
+"""Computes the expected acceptance along an existing text, by running a round from each of its
+tokens.
 
-A round starts at each token and draws exactly the tokens that follow in the text. Rounds run in
-parallel, each in its own cache blocks. Legend: N rounds, K proposal length, V vocabulary.
+Such a round draws exactly the tokens that follow in the text, and computes the probability that
+they would be accepted. Several rounds run in parallel, each in its own cache blocks. Legend: N
+rounds, K proposal length, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +23,7 @@ from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.methods.base import Proposer
 from specdec_cli.methods.teacher import Teacher, acceptance, logits_of, prefill
 
-_SIDE_BY_SIDE = 64  # number of parallel rounds; each holds the distributions of one position
+_SIDE_BY_SIDE = 64  # maximum rounds in parallel; each needs memory for distributions
 
 
 @torch.inference_mode()
@@ -33,10 +35,10 @@ def forecast(
     k: int,
     params: SamplingParams,
 ) -> Forecast:
-    """The expected acceptance of rounds of k, one from each token of `output`.
+    """Compute the expected acceptance of rounds with K = k, one from each token of `output`.
 
-    All ranks must call this; only rank 0's result is valid. Raises `NoForecast` if proposals are
-    not drawn by `Drafting`.
+    All ranks must call this, but only rank 0's result is valid. Raises `NoForecast` if the proposer
+    does not draw its proposals through `Drafting`.
     """
     found = proposer.forecast(teacher, prompt, output, k, params)
     if found is None:
@@ -48,10 +50,12 @@ def forecast(
 
 @dataclass(slots=True, eq=False)
 class Following(Drafting):
-    """A `Drafting` that draws the tokens of the text and records the acceptance probability of
-    each. written: int64 [N, K]. scored: returns the target's logits [M, V]; row i + j belongs to
-    position j in round i, and the last row also stands for positions past the text. noted: the
-    result of `teacher.acceptance` for each drawn position.
+    """A `Drafting` that draws the tokens of the text, and records the acceptance probability of
+    each.
+
+    written: int64 [N, K], the tokens to draw. scored: returns the target's logits [M, V]; row i + j
+    belongs to position j in round i, and the last row is also used for positions past the text.
+    noted: the result of `teacher.acceptance` for each drawn position.
     """
 
     written: torch.Tensor = field(kw_only=True)
@@ -78,8 +82,8 @@ class Following(Drafting):
 @dataclass(frozen=True, slots=True)
 class _Round:
     """A round's proposals. chances: the acceptance probability of each proposal within the text.
-    proposed: the number of all proposals. is_drawn: whether any was drawn. overlap: the sum of
-    min(p, q) of the first proposal, if it was drawn."""
+    proposed: the number of all proposals. is_drawn: whether any proposal was drawn from a
+    distribution. overlap: the sum of min(p, q) at the first proposal, if it was drawn."""
 
     chances: tuple[float, ...] = ()
     proposed: int = 0
@@ -88,8 +92,8 @@ class _Round:
 
 
 def _told(rounds: list[_Round]) -> Forecast:
-    """The forecast: counts if nothing was sampled, so that acceptance is certain, otherwise
-    probabilities."""
+    """Make the forecast from all rounds. It has probabilities if proposals were drawn; otherwise
+    acceptance is certain, and it has counts."""
     if any(one.is_drawn for one in rounds):
         overlap = tuple(one.overlap for one in rounds)
         return Forecast(ahead=tuple(one.chances for one in rounds), overlap=overlap)
@@ -98,8 +102,11 @@ def _told(rounds: list[_Round]) -> Forecast:
 
 
 class _Replay:
-    """Rounds of k along `tokens`. `begun` and `fed` are the numbers of tokens that the proposer and
-    the target hold. features: [T, F], hidden states of the last T of `begun`, or None."""
+    """Runs rounds with K = k along `tokens`.
+
+    begun, fed: how many tokens have been fed to the proposer, and to the target. features: [T, F],
+    the target's hidden states of the last T of the `begun` tokens, or None.
+    """
 
     def __init__(
         self,
@@ -116,13 +123,13 @@ class _Replay:
         self.features: torch.Tensor | None = None
 
     def rounds(self) -> Iterator[_Round]:
-        """The rounds that begin at the tokens of the output, in turn."""
+        """Run one round from each token of the output, and yield them in order."""
         allocator, device = self.teacher.allocator, self.teacher.target.device
         reach, size = len(self.text.tokens), allocator.block_size
         ahead = max(self.k, self.proposer.ahead(self.k))
         touched = allocator.blocks_for((size if self.proposer.is_paged else reach) + ahead + 1)
         spare: list[int] = []
-        # Rounds near the end propose past it, as far as there is room.
+        # Rounds near the text's end propose past it, as far as there are blocks.
         room = min(reach + ahead, allocator.num_free * size)
         allocator.extend(self.text.block_table, max(reach, room))
         try:
@@ -149,19 +156,21 @@ class _Replay:
             allocator.shrink(self.text.block_table, 0)
 
     def _shared(self, n: int) -> int:
-        """The number of the text's blocks that a round of n tokens shares. They end before the row
-        of the second-to-last token, because a proposer may keep that row's output in addition to
-        its keys."""
+        """Return how many of the text's blocks a round after n tokens can share. They end before
+        the second-to-last token, because a proposer may keep its output, too, which is not in the
+        blocks."""
         return max(0, n - 2) // self.teacher.allocator.block_size if self.proposer.is_paged else 0
 
     def _copy(self, n: int, own: list[int]) -> Sequence:
-        """The first n tokens, in `own` blocks after the shared ones."""
+        """Return a sequence of the text's first n tokens. It shares blocks with the text as far as
+        it can, and then uses the blocks in `own`."""
         table = [*self.text.block_table[: self._shared(n)], *own]
         prompt = self.text.num_prompt_tokens
         return Sequence(n, self.text.tokens[:n], prompt, n + self.k + 1, table, draft_kv=n - 1)
 
     def _prefill(self, copies: list[Sequence]) -> None:
-        """Feed the proposer all tokens of each copy except the last; the last copy is the text."""
+        """Feed the proposer all tokens of each copy, except the last token. The last copy uses the
+        text's own blocks."""
         chunk, size = self.teacher.prefill_chunk, self.teacher.allocator.block_size
         last, is_paged = copies[-1], self.proposer.is_paged
         kept = len(copies) + size if is_paged else len(last.tokens)
@@ -192,7 +201,7 @@ class _Replay:
         reach, idle = len(tokens), state.num_slots - len(starts)
         scored = cache(partial(self._score, starts.start - 1, min(starts.stop + k - 1, reach) - 1))
         if self.teacher.parallel.size > 1 and not self.params.is_greedy:
-            scored()  # all ranks join this pass, even if they draw nothing
+            scored()  # all ranks must join this pass, even those that draw nothing
         written = [[*tokens[n : n + k], *[0] * k][:k] for n in starts] + [[0] * k] * idle
         most = len(self.text.block_table) * self.teacher.allocator.block_size
         most = min(most, self.proposer.max_len)
@@ -205,7 +214,7 @@ class _Replay:
             texts=how.at(state) if (how := self.teacher.processors) is not None else None,
         )
         found = self.proposer.propose(state, draft)
-        # The next round in the text's own blocks overwrites this round's guesses.
+        # A round in the text's own blocks has overwritten later keys of the text with guesses.
         self.fed = min(self.fed, self.begun)
         same, lens = found.token_ids == draft.written, found.lens.tolist()
         is_drawn, chances = draft.num_drawn > 0, same.float()
@@ -221,7 +230,7 @@ class _Replay:
             yield _Round(tuple(told), lens[i], is_drawn, overlap[i] if told else 0.0)
 
     def _score(self, start: int, stop: int) -> torch.Tensor:
-        """The target's logits of the rows `start` to `stop`."""
+        """Return the target's logits after the tokens from `start` to `stop`."""
         prefill(self.teacher.target, self.text, self.fed, start, self.teacher.prefill_chunk)
         self.fed = stop
         logits = logits_of(self.teacher.target, self.text, start, stop)
@@ -229,7 +238,8 @@ class _Replay:
 
 
 def _groups(spans: list[Span], most: int) -> Iterator[list[Span]]:
-    """`spans` in order, in groups of at most `most` tokens. Spans that do not fit are split."""
+    """Divide `spans`, in order, into groups of at most `most` tokens. Split spans that do not
+    fit."""
     group: list[Span] = []
     room = most
     for seq, start, stop in spans:

@@ -1,8 +1,9 @@
 """Proposing tokens with the modules for multi-token prediction in the target's checkpoint.
 
 A single module makes all proposals, one per pass. In a chain of modules, module i makes proposal i
-+ 1. It needs a true row for every token. Its last i rows embed proposals and are rewritten in each
-round. Legend: B slots.
++ 1. To do so it needs cached keys and values for every token of the text. Its last i rows embed
+tokens that are only proposed, so they are computed again once the tokens are decided. Legend: B
+slots.
 """
 
 import torch
@@ -18,8 +19,8 @@ from specdec_cli.models.heads.mtp.draft import describe_mtp
 
 
 class ChainedModules(Proposer):
-    """Draws a token from each module in turn. Texts do not share blocks, because a module may read
-    rows of the previous module from other blocks than its own keys."""
+    """Draws one token from each module in turn. Texts cannot share blocks, because a module may
+    read the previous module's rows from other blocks than its own keys."""
 
     def __init__(self, chain: MtpChain, feature_layers: tuple[int, ...], max_len: int) -> None:
         self.chain, self.feature_layers, self.max_len = chain, feature_layers, max_len
@@ -29,7 +30,8 @@ class ChainedModules(Proposer):
         self.chain.prefill(spans, features)
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """Module i runs over its i rows that embed proposals, from length - 1 - i on."""
+        """Propose one token per module. Module i first runs over its i rows that embed proposals,
+        from position length - 1 - i on."""
         heads = self.chain.heads
         x, rows, step = heads[0].carried(state), None, 0
         tokens = x.hidden.new_zeros(len(x.hidden), 0, dtype=torch.int64)
@@ -46,8 +48,8 @@ class ChainedModules(Proposer):
         return draft.candidates()
 
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
-        """Write the rows that the decided tokens complete. Module i's rows are i positions further
-        back."""
+        """Run every module over the positions whose next tokens are now decided. For module i,
+        these lie i positions further back."""
         assert target.features is not None, "the target must return hidden states"
         inputs, accepted = target.features, verdict.num_accepted
         for index, one in enumerate(self.chain.heads):

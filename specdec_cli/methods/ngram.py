@@ -1,7 +1,7 @@
 """Proposing the tokens that followed the same n-gram earlier in the text.
 
-Prompt lookup (Saxena, "Prompt Lookup Decoding", 2023), as in transformers'
-`PromptLookupCandidateGenerator`, but an end-of-text token is proposed like any other.
+This is prompt lookup (Saxena, "Prompt Lookup Decoding", 2023), as in transformers'
+`PromptLookupCandidateGenerator`, except that an end-of-text token is proposed like any other.
 """
 
 from specdec_kernels import ops
@@ -13,8 +13,8 @@ from specdec_cli.methods.base import Method, MethodParts, Proposer, text_bytes
 
 
 class Ngram(Proposer):
-    """Looks up the last n tokens, n from `longest` down to `shortest`, in a sequence's prompt and
-    output."""
+    """Looks for an earlier occurrence of a sequence's last n tokens in its prompt and output, with
+    n from `longest` down to `shortest`."""
 
     needs_text = True
     is_paged = True
@@ -24,7 +24,8 @@ class Ngram(Proposer):
         self.shortest = shortest
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """Propose the tokens found. Nothing is sampled, so each q is one-hot."""
+        """Propose the tokens after the earlier occurrence. They are not sampled, so q is one-hot at
+        each."""
         assert state.texts is not None
         found = ops.ngram_lookup(
             state.texts.tokens,

@@ -1,7 +1,8 @@
 """Proposing tokens with a PARD draft (An et al., arXiv 2504.18583): a model trained with masks.
 
-One causal pass over the tokens that its cache lacks and K - 1 masks gives all proposals. A smaller
-k gives the same first proposals. True tokens later overwrite the masks in the cache.
+One causal pass over the tokens that the cache lacks, followed by K - 1 mask tokens, gives all
+proposals. With a smaller k, the first proposals stay the same. Decided tokens later overwrite the
+masks in the cache.
 """
 
 from dataclasses import replace
@@ -23,7 +24,7 @@ _KEY = "pard_token"
 
 
 class Pard(DraftModel):
-    """Draws K tokens a sequence from one pass of the draft. k: the largest K."""
+    """Draws K tokens per sequence from one pass of the draft. k: the largest K."""
 
     def __init__(self, model: PagedModel | None, max_len: int, k: int) -> None:
         super().__init__(model, max_len)
@@ -32,23 +33,24 @@ class Pard(DraftModel):
         self.mask_id = 0 if model is None else int(getattr(model.module.config, _KEY))
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """Propose all tokens from the rows of the last token and of the masks. Rewriting a key
-        changes nothing."""
+        """Propose all tokens from the outputs at the last token and at the masks. The pass may feed
+        tokens again that are in the cache, which changes nothing."""
         if self.model is None or draft.is_over:
             return draft.nothing()
         masks = state.tail.new_full((state.num_slots, draft.k - 1), self.mask_id)
         fed = torch.cat((state.tail, masks), dim=1)
-        # Mask j decides proposal j + 1; only sequences with more than j + 1 proposals need it.
+        # Mask j predicts proposal j + 1. Only sequences with more than j + 1 proposals need it.
         where = -self.tail, 2, self.max_len, False, state.draft_kv, self.tail - 1
         what = Rectangle(fed, draft.lens, *where)
         draft.draw_all(self.model.forward_slots(what, state).logits)
         return draft.candidates()
 
     def kv_after(self, n: int, k: int, accepted: int) -> int:
-        """The cache holds masks, not keys and values, at the positions of accepted tokens."""
+        """Return how many tokens the cache holds: none of the accepted ones, since their positions
+        hold the masks' keys and values."""
         return n
 
-    forecast = Proposer.forecast  # only running the rounds can tell
+    forecast = Proposer.forecast  # needs rounds, unlike a forecast for `DraftModel`
 
 
 def _make(parts: MethodParts) -> Pard:
@@ -57,7 +59,7 @@ def _make(parts: MethodParts) -> Pard:
 
 
 def _estimate_bytes(size: RoundSize) -> MethodBytes:
-    """The bytes of the pass and of the logits for drawing tokens."""
+    """Estimate the bytes of the pass, and of the logits from which tokens are drawn."""
     if size.draft is None:
         return MethodBytes()
     rows = size.k * size.batch_size
@@ -67,7 +69,8 @@ def _estimate_bytes(size: RoundSize) -> MethodBytes:
 
 
 def _check(draft: Description) -> Description:
-    """The description of a one-pass draft. Raises `SetupError` if it has no mask token."""
+    """Mark the draft as one that proposes all tokens in one pass. Raises `SetupError` if its config
+    has no valid mask token."""
     token = getattr(draft.module.config, _KEY, None)
     if type(token) is not int or not 0 <= token < draft.vocab_size:
         raise SetupError(

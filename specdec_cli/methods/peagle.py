@@ -1,8 +1,9 @@
-"""Proposing tokens with a P-EAGLE head: EAGLE-3's rows, with masks instead of further steps.
+"""Proposing tokens with a P-EAGLE head: like an EAGLE-3 head, with masks instead of further passes.
 
-One causal pass takes the true rows of the last round and K - 1 masks after them. A smaller k gives
-the same first proposals. True rows later overwrite the masks in the cache. Legend: B slots, K
-proposal length, W maximum number of waiting rows, H width of the head.
+One causal pass feeds a row for each token that the last round decided, with the target's hidden
+states, and K - 1 mask rows after them. With a smaller k, the first proposals stay the same. Rows of
+decided tokens later overwrite the masks in the cache. Legend: B slots, K proposal length, W maximum
+number of waiting rows, H hidden size of the head.
 """
 
 from dataclasses import replace
@@ -24,16 +25,17 @@ from specdec_cli.models.heads.eagle3.head import Eagle3Head, WaitingHead
 
 
 class PEagle(HeadProposer):
-    """Draws K tokens a sequence from one pass over true rows and masks."""
+    """Draws K tokens per sequence from one pass over rows of decided tokens and of masks."""
 
     head: WaitingHead | None
 
     def tail_for(self, k: int) -> int:
-        """A round that accepts all k proposals completes k + 1 rows."""
+        """Return k + 1: after a round that accepts all k proposals, k + 1 rows are waiting."""
         return k + 1
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """Propose all tokens from the outputs of the last true row and of K - 1 masks."""
+        """Propose all tokens from the outputs of the last decided token's row and of K - 1
+        masks."""
         if self.head is None:
             return draft.nothing()
         rows = self._passed(self.head, state, draft.lens, draft.k - 1)
@@ -46,20 +48,21 @@ class PEagle(HeadProposer):
     def _passed(
         self, paged: WaitingHead, state: BatchState, lens: torch.Tensor, count: int
     ) -> torch.Tensor:
-        """Hidden states [B, count + 1, H] of the last true row and of the masks behind it, after a
-        pass over these and the waiting rows. lens: int64 [B], proposals of each sequence."""
+        """Run a pass over the waiting rows, followed by `count` masks. Return the hidden states of
+        the last waiting row and of the masks, [B, count + 1, H]. lens: int64 [B], the number of
+        proposals for each sequence."""
         head, most = paged.head, state.tail.shape[1]
         assert isinstance(head, Eagle3Head) and head.mask_hidden is not None
         assert isinstance(head.config, PEagleConfig)
         waiting, counts = paged.waiting(state, most)
-        # The position of each row after the last true one.
+        # The position of each row, relative to the last waiting row plus one.
         place = torch.arange(1, most + count + 1, device=state.device) - counts[:, None]
         is_true = place < 1
         tokens = state.tail.gather(1, (place + most - 1).clamp(max=most - 1))
         tokens = tokens.masked_fill(~is_true, head.config.mask_id)
         given = torch.nn.functional.pad(waiting, (0, 0, 0, count))
         given = torch.where(is_true[..., None], given, head.mask_hidden)
-        # A sequence that takes j + 1 proposals needs j masks; true rows are needed in any case.
+        # A sequence with j + 1 proposals needs j masks. The waiting rows are always needed.
         live = counts + lens.clamp(min=1) - 1
         what = Rectangle(tokens, live, -1, 2, self.max_len, False, before=counts)
         x = paged.forward_slots(what, state, given, fused=True)
@@ -69,8 +72,8 @@ class PEagle(HeadProposer):
         return rows.masked_fill((read < 0)[..., None], 0.0)
 
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
-        """Store the rows that the decision completes for the next pass. A round without proposals
-        has no pass, so run one here: otherwise waiting rows would accumulate."""
+        """Keep the rows of the decided tokens for the next pass. A round without proposals has had
+        no pass, so run one here; otherwise waiting rows would accumulate."""
         if self.head is None:
             return
         assert target.features is not None, "the target must return hidden states"
@@ -94,7 +97,7 @@ def _describe(place: DraftPlace) -> HeadDescription:
 
 
 def _estimate_bytes(size: RoundSize) -> MethodBytes:
-    """The bytes of the pass, its inputs and logits."""
+    """Estimate the bytes of the pass, with its inputs, and of the logits."""
     return estimate_at_once(size, 2 * size.batch_size * size.k)
 
 

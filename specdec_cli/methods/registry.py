@@ -1,4 +1,4 @@
-"""Finds the code of methods by their names in recipes."""
+"""Finds the code of the method that a recipe names."""
 
 from importlib import import_module
 
@@ -8,7 +8,7 @@ from specdec_cli.recipe.choices.registry import METHODS
 
 
 def method_of(speculation: SpeculationSection) -> Method:
-    """The method that a recipe names: `METHOD` of the module of this name, or a plugin's."""
+    """Return the method that a recipe names: a plugin's, or `METHOD` in the module of that name."""
     name = speculation.method
     found: Method = METHODS[name].code or import_module(f"specdec_cli.methods.{name}").METHOD
     return found

@@ -1,8 +1,10 @@
 """Proposing tokens with a head that needs one pass per token, such as EAGLE-3.
 
-Row t reads the target's hidden state of token t and embeds token t + 1. After a round, `commit`
-overwrites guessed rows with those of true hidden states. It keeps the output of the last row, which
-gives the next round's first proposal. Each further proposal takes a pass over one row.
+The head's row t takes the target's hidden state of token t and the embedding of token t + 1. While
+proposing, the head uses its own outputs in place of hidden states that the target has not computed
+yet. After the round, `commit` computes these rows again from the target's hidden states. It keeps
+the output of the last row, which gives the next round's first proposal. Each further proposal takes
+a pass over one row.
 """
 
 import torch
@@ -18,10 +20,11 @@ from specdec_cli.models.heads.paged import PagedHead
 
 
 class HeadProposer(Proposer):
-    """A base for proposers with a head, which writes the rows of true tokens in `prefill` and
-    `commit`. Some ranks have no head."""
+    """A base class for proposers with a head. `prefill` and `commit` run the head over the text's
+    tokens, to fill its cache. head: None on some ranks."""
 
-    # `commit` writes the rows of every round, even of one without proposals: no `max_lag`.
+    # The head's cache never lacks tokens, because `commit` runs even after rounds without
+    # proposals. So there is no `max_lag`.
     is_paged = True
 
     def __init__(
@@ -32,7 +35,7 @@ class HeadProposer(Proposer):
         self.max_len = max_len
 
     def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
-        """Write the rows of prompt tokens, whose following tokens are also in the prompt."""
+        """Run the head over prompt tokens whose next token is also in the prompt."""
         if self.head is not None:
             assert features is not None, "the target must return hidden states"
             self.head.prefill(spans, features)
@@ -40,8 +43,9 @@ class HeadProposer(Proposer):
     def written(
         self, state: BatchState, verdict: Verdict, target: TargetOutput
     ) -> ops.Normed | None:
-        """Write the rows of the scoring pass's hidden states, starting at the last token before the
-        round. Returns all B * (K + 1) rows; None without a head."""
+        """Run the head over the hidden states of the target's scoring pass, which begins with the
+        last token before the round. Return its output for all B * (K + 1) rows, or None without a
+        head."""
         if self.head is None:
             return None
         assert target.features is not None, "the target must return hidden states"
@@ -57,11 +61,11 @@ class HeadProposer(Proposer):
 
 
 class StepHead(HeadProposer):
-    """Draws k tokens per sequence from the head, one in each step."""
+    """Draws k tokens per sequence from the head, one per pass."""
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """Propose tokens. The first proposal needs no pass. A sequence of one token has no row, so
-        it gets no proposals."""
+        """Propose tokens. The first proposal needs no pass. A sequence with a single token gets no
+        proposals, because it has no row yet."""
         if self.head is None:
             return draft.nothing()
         head = self.head.head
@@ -77,7 +81,7 @@ class StepHead(HeadProposer):
         return draft.candidates()
 
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
-        """Write the rows that decided tokens complete, and keep the last one's output."""
+        """Run the head over the rows of the decided tokens, and keep the output of the last."""
         x = self.written(state, verdict, target)
         if self.head is not None and x is not None:
             hidden = x.hidden.view(*verdict.token_ids.shape, -1)
@@ -85,15 +89,15 @@ class StepHead(HeadProposer):
 
 
 def make(parts: MethodParts) -> StepHead:
-    """The proposer of a method whose draft is a head."""
+    """Make the proposer for a head that needs one pass per token."""
     assert parts.draft is None or isinstance(parts.draft, PagedHead)
     return StepHead(parts.draft, parts.target.hidden_layers, parts.draft_max_len)
 
 
 def estimate_bytes(size: RoundSize) -> MethodBytes:
-    """The bytes of the pass in `commit` and of logits. Greedy decoding holds logits of one step
-    over the head's own ids. Sampling also holds, twice, those of all steps over the target's
-    ids."""
+    """Estimate the bytes of the pass in `commit` and of logits. Greedy decoding needs two copies of
+    one step's logits over the head's own ids. Sampling needs two copies of all steps' logits over
+    the target's ids."""
     if size.draft is None:
         return MethodBytes()
     batch_size = size.batch_size
@@ -104,8 +108,8 @@ def estimate_bytes(size: RoundSize) -> MethodBytes:
 
 
 def estimate_at_once(size: RoundSize, rows: int) -> MethodBytes:
-    """The bytes of a pass over `rows` rows and of the logits of all proposals: over the head's own
-    ids, and, for sampling, also over the target's."""
+    """Estimate the bytes of a pass over `rows` rows and of the logits for all proposals. These are
+    over the head's own ids; for sampling, also two copies over the target's ids."""
     if size.draft is None:
         return MethodBytes()
     width = size.draft.vocab_size + (0 if size.is_greedy else 2 * size.vocab_size)
@@ -113,8 +117,8 @@ def estimate_at_once(size: RoundSize, rows: int) -> MethodBytes:
 
 
 def _pass_and_logits(size: RoundSize, draft: Draft, rows: int, logits: int) -> MethodBytes:
-    """The bytes of a pass and of logits. A captured round holds both at once; otherwise only the
-    larger counts. logits: the number of logits."""
+    """Estimate the bytes of a pass without logits, and of `logits` logits. On CUDA, memory must
+    hold both at once; on a CPU, only the larger."""
     drawing = logits * draft.dtype.itemsize
     passing = draft.pass_bytes(rows, 0, gathers=False)
     return MethodBytes(in_round=drawing + passing if size.is_cuda else max(drawing, passing))

@@ -1,5 +1,5 @@
-"""Teacher forcing: one pass of each model over an existing text replaces its rounds. Teacher
-forcing uses the cache blocks of an idle engine."""
+"""Teacher forcing: feeds an existing text to the models, to get their probabilities for its tokens
+without decoding. It uses the cache blocks of an idle engine."""
 
 from collections.abc import Sequence as Values
 from dataclasses import dataclass
@@ -31,7 +31,8 @@ class Teacher:
     processors: LogitsProcessors | None = None
 
     def changed(self, logits: torch.Tensor, seq: Sequence, start: int) -> torch.Tensor:
-        """The logits [N, V'] of N rows of a text from `start` on, after logit processing."""
+        """Apply the logits processors to logits [N, V'], which follow the N tokens of a text from
+        `start` on."""
         if self.processors is None:
             return logits
         first, stop = start + 1, start + len(logits)
@@ -49,7 +50,8 @@ def compare(
     output: Values[int],
     params: SamplingParams,
 ) -> Forecast:
-    """A draft model's acceptance probabilities along `output`; valid only on rank 0."""
+    """Compute a draft model's acceptance probabilities along `output`. Only rank 0's result is
+    valid."""
     tokens = [*prompt, *output]
     reach = min(len(tokens), max_len)
     draft_seq = Sequence(0, tokens[:reach], len(prompt), reach)
@@ -70,8 +72,8 @@ def _compare(
     draft_seq: Sequence,
     params: SamplingParams,
 ) -> tuple[list[float], list[float]]:
-    """The acceptance probabilities, and the overlaps of both distributions, along the draft's
-    sequence."""
+    """Compute the acceptance probability of each output token in the draft's sequence, and the
+    overlap of both distributions at each."""
     target = teacher.target if params.temperature > 0.0 else None
     first = draft_seq.num_prompt_tokens - 1  # its logits decide the first output token
     if first >= len(draft_seq.tokens) - 1:  # nothing is ever proposed there
@@ -107,10 +109,12 @@ def acceptance(
     vocab_size: int,
     params: SamplingParams,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each written token, fp32 [M]: min(1, q / p), and the sum of min(p, q) over the
-    vocabulary.
+    """Return two values for each written token, fp32 [M] each: min(1, q / p) for the token, and the
+    sum of min(p, q) over the vocabulary. Here p is the draft's distribution and q the target's.
 
-    drafted: the draft's logits [M, V']. scored: the target's [M, V]; None if decoding is greedy.
+    drafted: the draft's logits [M, V']. scored: the target's logits [M, V]; None if decoding is
+    greedy, when both values are 1 if the draft's choice is the written token, else 0. written:
+    int64 [M].
     """
     # Truncate the logits of a draft with a different vocabulary size, or pad them with probability
     # zero.
@@ -127,8 +131,8 @@ def acceptance(
 
 @torch.inference_mode()
 def last_logits(teacher: Teacher, tokens: Values[int], width: int, num_prompt: int) -> torch.Tensor:
-    """The target's logits [V] after `tokens`, valid on rank 0. The last pass feeds `width`
-    tokens."""
+    """Return the target's fp32 logits [V] after `tokens`, valid on rank 0. The last pass feeds
+    `width` tokens."""
     seq = Sequence(0, list(tokens), num_prompt, len(tokens))
     teacher.allocator.extend(seq.block_table, len(tokens))
     try:
@@ -145,6 +149,6 @@ def logits_of(model: PagedModel, seq: Sequence, start: int, stop: int) -> torch.
 
 
 def prefill(model: PagedModel, seq: Sequence, start: int, stop: int, chunk: int) -> None:
-    """Feed the tokens from `start` to `stop`, in chunks."""
+    """Feed a sequence's tokens from `start` to `stop` to a model, at most `chunk` per pass."""
     for begin in range(start, stop, chunk):
         model.forward([Span(seq, begin, min(stop, begin + chunk))], [0], with_hidden=False)

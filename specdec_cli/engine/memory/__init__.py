@@ -1,1 +1,1 @@
-"""Memory of a run on each rank: estimated from configs, and measured."""
+"""The memory that a run takes on each rank: estimated from configs, or measured."""

@@ -1,4 +1,4 @@
-"""The number of KV blocks that fit on each rank beside both models, and how many a run can use."""
+"""Computes how many KV blocks fit on each rank beside both models, and how many a run can use."""
 
 import os
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ _CGROUP = "/sys/fs/cgroup"
 
 @dataclass(frozen=True, slots=True)
 class CacheNeed:
-    """The sizes of a run that determine the size of its caches. longest: the tokens of the longest
-    sequence. k: the run's largest k, or more if a draft pass has more rows."""
+    """The sizes of a run that determine the size of its caches. longest: the number of tokens of
+    the longest sequence. k: the run's largest k, or more if a draft pass has more rows."""
 
     batch_size: int
     longest: int
@@ -25,7 +25,7 @@ class CacheNeed:
 
     @property
     def blocks_per_sequence(self) -> int:
-        """The number of blocks for the longest sequence and the tokens of two rounds."""
+        """The number of blocks for the longest sequence and the tokens of two more rounds."""
         return -(-(self.longest + 2 * (self.k + 1)) // self.block_size)
 
     @property
@@ -41,8 +41,8 @@ class RankMemory:
 
     activation_bytes: the peak memory of passes. graph_bytes: the memory of captured rounds.
     other_bytes: memory outside torch, for other processes, the CUDA context, kernels and
-    communication. kv_budget_bytes: the rest, for both caches. The draft's sizes are zero on a rank
-    without a part of the draft.
+    communication. kv_budget_bytes: the memory that is left for both caches. The draft's sizes are
+    zero on a rank that holds no part of the draft.
     """
 
     rank: int
@@ -59,17 +59,17 @@ class RankMemory:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in both caches together."""
+        """The bytes of one block in both caches together."""
         return self.target_block_bytes + self.draft_block_bytes
 
     @property
     def fits(self) -> int:
-        """The number of blocks that fit on this rank alone."""
+        """The number of blocks that would fit on this rank, whatever fits on others."""
         return self.kv_budget_bytes // self.block_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes in use before the first block is allocated."""
+        """The bytes in use before the first block is allocated."""
         return (
             self.target_weight_bytes
             + self.draft_weight_bytes
@@ -80,14 +80,14 @@ class RankMemory:
 
     @property
     def free_bytes(self) -> int:
-        """Device bytes that stay free even if the caches use their whole budget."""
+        """The bytes of the device that stay free even if the caches use their whole budget."""
         return max(0, self.total_bytes - self.held_bytes - self.kv_budget_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The same number of blocks for every rank: as many as fit on the rank with the least
-    memory."""
+    """The memory of all ranks. Every rank gets the same number of blocks: as many as fit on the
+    rank with the least memory."""
 
     ranks: tuple[RankMemory, ...]
 
@@ -97,15 +97,17 @@ class Split:
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks of each rank, including block 0, which holds only padding."""
+        """The number of blocks on each rank, including block 0, which holds only padding."""
         return self.limiting.fits
 
     def stranded_bytes(self, rank: RankMemory) -> int:
-        """Bytes of the cache budget that `rank` cannot use, because another rank has less."""
+        """Return the bytes of its cache budget that `rank` cannot use because fewer blocks fit on
+        another rank."""
         return rank.kv_budget_bytes - self.num_blocks * rank.block_bytes
 
     def check(self, block_size: int) -> None:
-        """Raise `NoRoomError`, which states the sizes, if even the smallest cache does not fit."""
+        """Raise `NoRoomError` if even the smallest cache, of two blocks, does not fit. Its message
+        states the sizes."""
         least = self.limiting
         if least.fits >= 2:
             return
@@ -130,7 +132,8 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """A rank's memory apart from weights and caches, in bytes; see `RankMemory`."""
+    """A rank's memory in bytes, apart from weights and caches. The fields are those of
+    `RankMemory`."""
 
     total_bytes: int
     activation_bytes: int
@@ -141,28 +144,28 @@ class Overhead:
 def kv_budget(
     cache: CacheSection, device: torch.device, overhead: Overhead, weight_bytes: int
 ) -> int:
-    """Bytes for both caches on this rank, once its weights are loaded."""
+    """Return the bytes that are left for both caches on this rank, once its weights are loaded."""
     if device.type == "cuda":
         return gpu_budget(cache, overhead, weight_bytes)
     return host_budget(cache, available_memory(), local_world_size())
 
 
 def gpu_budget(cache: CacheSection, overhead: Overhead, weight_bytes: int) -> int:
-    """Bytes for both caches on a GPU."""
+    """Return the bytes that are left for both caches on a GPU."""
     whole = int(cache.gpu_memory_utilization * overhead.total_bytes)
     held = overhead.activation_bytes + overhead.graph_bytes + overhead.other_bytes
     return max(0, whole - weight_bytes - held)
 
 
 def host_budget(cache: CacheSection, available: int, num_ranks: int) -> int:
-    """Bytes for the caches of each of `num_ranks` ranks of a host, on CPU."""
+    """Return the bytes for both caches on each rank, if `num_ranks` ranks run on a host's CPU."""
     whole = int(available * CPU_SHARE) if cache.cpu_bytes is None else cache.cpu_bytes
     return whole // num_ranks
 
 
 def on_host(activation_bytes: int, weight_bytes: int) -> Overhead:
-    """The overhead of a CPU rank, if the host's memory is divided evenly among its ranks. It
-    includes activations, which the caches' budget does not cover."""
+    """Return the overhead of a rank on a CPU, if the host's memory is divided evenly among its
+    ranks. It includes activations, although the budget of the caches does not depend on them."""
     ranks = local_world_size()
     total = total_memory() // ranks
     taken = (total_memory() - available_memory()) // ranks
@@ -170,20 +173,21 @@ def on_host(activation_bytes: int, weight_bytes: int) -> Overhead:
 
 
 def room_now(device: torch.device, cache: CacheSection) -> int:
-    """GPU bytes that the run may still use."""
+    """Return the GPU bytes that the run may still use at the moment."""
     free, total = torch.cuda.mem_get_info(device)
     return int(free - (1.0 - cache.gpu_memory_utilization) * total)
 
 
 def total_memory() -> int:
-    """The host's memory in bytes, or the control group's limit if that is lower."""
+    """Return the host's memory in bytes, or the control group's limit if that is lower."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _group_number("memory.max")
     return whole if limit is None else min(whole, limit)
 
 
 def available_memory() -> int:
-    """Available host memory in bytes: Linux' estimate, or else half of the total."""
+    """Return the available host memory in bytes: Linux's estimate, or half of the total if there is
+    none; but not more than the control group's limit leaves."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
@@ -199,8 +203,8 @@ def available_memory() -> int:
 
 
 def _group_number(file: str, key: str | None = None) -> int | None:
-    """A number from a file of this process's control group (cgroup v2), or None. key: the word
-    before the number."""
+    """Read a number from a file of this process's control group (cgroup v2). Return None if there
+    is none. key: the word before the number."""
     try:
         with open(f"{_CGROUP}/{file}", encoding="ascii") as lines:
             for line in lines:
@@ -213,5 +217,5 @@ def _group_number(file: str, key: str | None = None) -> int | None:
 
 
 def mib(count: int) -> str:
-    """Bytes as MiB, for messages."""
+    """Format bytes as MiB, for messages."""
     return f"{count / 2**20:,.1f}"

@@ -1,4 +1,5 @@
-"""Memory that attention over long prompt chunks uses for copies of keys and values."""
+"""Estimates the memory for the copies of keys and values that attention over long prompt chunks
+makes."""
 
 from typing import NamedTuple
 
@@ -11,21 +12,21 @@ from specdec_cli.models.draft import Draft
 
 
 class ChunkBytes(NamedTuple):
-    """Bytes of the copies on a GPU. first: for a prompt's first chunk. later: additional bytes for
-    later chunks."""
+    """The bytes of the copies on a GPU. first: for a prompt's first chunk. later: additional bytes
+    for later chunks."""
 
     first: int = 0
     later: int = 0
 
 
 def prefill_tokens(plan: Plan, need: CacheNeed) -> int:
-    """Tokens of the largest prefill pass."""
+    """Return the number of tokens in the largest prefill pass."""
     return min(plan.recipe.run.prefill_chunk, need.batch_size * max(1, need.longest - 1))
 
 
 def chunk_bytes(plan: Plan, need: CacheNeed) -> ChunkBytes:
-    """The bytes for first and for later chunks, each summed over this rank's models with fused
-    layers."""
+    """Return the bytes for first and for later chunks, each summed over this rank's models with
+    fused layers."""
     tokens = min(prefill_tokens(plan, need), need.longest - 1)
     found = [
         _bytes_of(model, tokens, need.longest - 1)

@@ -1,4 +1,4 @@
-"""Estimates the memory of passes from shapes; see docs/memory.md."""
+"""Estimates the memory that passes take, from the shapes of their tensors. See docs/memory.md."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from specdec_cli.models.prompt_passes import WIDTHS, width_of
 
 # cuBLAS's workspace per stream on Hopper, plus half-empty segments of small allocations.
 _PER_STREAM = 32 * 2**20 + 22 * 2**20
-# Memory of a captured round in addition to the tensors in its pool.
+# Memory that a captured round takes in addition to the tensors in its pool.
 _PER_GRAPH = 16 * 2**20
 _PER_PROMPT_GRAPH = 4 * 2**20
 # The CUDA context and kernels; with several ranks, also the buffers of NCCL and symmetric memory.
@@ -35,14 +35,14 @@ COMMUNICATION_BYTES = 832 * 2**20
 
 
 class PassBytes(NamedTuple):
-    """Bytes of activations and of graphs, as in `engine.memory.budget.RankMemory`."""
+    """The bytes of activations and of graphs, as in `engine.memory.budget.RankMemory`."""
 
     activation: int
     graphs: int
 
 
 def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
-    """The memory on this rank for the largest passes that `need` allows."""
+    """Estimate the memory that the largest passes that `need` allows take on this rank."""
     chunk = prefill_tokens(plan, need)
     is_cuda = plan.device.type == "cuda"
     method = _method_bytes(plan, need)
@@ -52,7 +52,7 @@ def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
         each.append(of_chunks.first + of_chunks.later)
     if plan.captures_prompts:
         each.append(_prompt_graphs_bytes(plan, need))
-    # On CUDA, the blocks that one model frees seldom have a size that the other can use.
+    # On CUDA, memory blocks that one model's pass frees seldom have a size that another can use.
     prefill = sum(each) if is_cuda else max(each)
     if plan.no_cuda_graphs is not None:
         prefill = max(prefill, _eager_bytes(plan, need))
@@ -61,24 +61,24 @@ def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
     prefill += _PER_STREAM + cache_rounding(plan)
     if plan.no_cuda_graphs is not None:
         return PassBytes(prefill, 0)
-    # Captured rounds share a pool; warm-up rounds leave the same amount in their stream's pool.
+    # Captured rounds share a pool. Warm-up rounds leave the same amount in their stream's pool.
     in_round = _passes_bytes(plan, need.batch_size) + method.in_round
     graphs = 2 * (in_round + _PER_STREAM) + len(slot_counts(need.batch_size)) * _PER_GRAPH
     return PassBytes(prefill, graphs + method.held)
 
 
 def _drawn(model: Draft, need: CacheNeed) -> int:
-    """The number of logit rows in a prefill pass. In plain decoding, the target's pass decides
-    first tokens."""
+    """Return the number of logit rows in a prefill pass. In plain decoding, the target's prefill
+    pass decides first tokens."""
     return need.batch_size if model.spec.role == "target" else 0
 
 
 def _prompt_graphs_bytes(plan: Plan, need: CacheNeed) -> int:
-    """Memory of captured prefill passes: their pool, their inputs and results at fixed addresses,
-    and the graphs. A measurement counts this memory as activations."""
+    """Estimate the bytes of captured prefill passes: their pool, their inputs and results at fixed
+    addresses, and the graphs. A measurement counts this memory as activations."""
     largest = width_of(prefill_tokens(plan, need)) or WIDTHS[-1]
-    # Passes of one width have a graph for each number of logit rows, but few widths need all of
-    # these graphs.
+    # A width has a separate graph for each number of logit rows, but few widths need all of these
+    # graphs.
     count = WIDTHS.index(largest) + 1 + len(slot_counts(need.batch_size))
     found = _PER_STREAM + count * len(plan.held) * _PER_PROMPT_GRAPH
     for model in plan.held:
@@ -94,9 +94,9 @@ def _prompt_graphs_bytes(plan: Plan, need: CacheNeed) -> int:
 class Machine:
     """The device and the memory that each rank of a run is assumed to have.
 
-    total_bytes, available_bytes: the memory of a GPU, or a CPU rank's share of its host's memory.
-    other_bytes: memory in use before anything is loaded. is_limit: whether weights, activations and
-    caches on a CPU must fit into total_bytes.
+    total_bytes: the memory of a GPU, or a CPU rank's share of its host's memory. available_bytes: a
+    CPU rank's share of the memory that is available. other_bytes: memory in use before anything is
+    loaded. is_limit: whether weights, activations and caches on a CPU must fit into total_bytes.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Machine:
 
 
 def this_machine(device: torch.device, num_ranks: int) -> Machine:
-    """A device of this host in its current state; all ranks run on this host."""
+    """Describe a device of this host in its current state, if all ranks run on this host."""
     if device.type != "cuda":
         return Machine(
             "cpu",
@@ -120,12 +120,12 @@ def this_machine(device: torch.device, num_ranks: int) -> Machine:
 
 
 def empty_gpu(total_bytes: int, num_ranks: int) -> Machine:
-    """A GPU that no other process uses."""
+    """Describe a GPU with `total_bytes` of memory that no other process uses."""
     return Machine("cuda", total_bytes, CONTEXT_BYTES + _talk(num_ranks))
 
 
 def host_of(total_bytes: int, num_ranks: int) -> Machine:
-    """A host with `total_bytes` of memory that runs all ranks on its CPU."""
+    """Describe a host with `total_bytes` of memory that runs all ranks on its CPU."""
     share = total_bytes // num_ranks
     return Machine("cpu", share, 0, share, is_limit=True)
 
@@ -135,7 +135,7 @@ def _talk(num_ranks: int) -> int:
 
 
 def estimate_rank(plan: Plan, need: CacheNeed, machine: Machine) -> RankMemory:
-    """An estimate of the result of `engine.memory.measured.measure_rank` from configs alone."""
+    """Estimate the result of `engine.memory.measured.measure_rank` without loading anything."""
     weights = [_loaded_bytes(plan, model) for model in plan.held]
     passes = estimate_passes(plan, need)
     overhead = Overhead(machine.total_bytes, passes.activation, passes.graphs, machine.other_bytes)
@@ -154,9 +154,9 @@ def estimate_rank(plan: Plan, need: CacheNeed, machine: Machine) -> RankMemory:
 
 
 def draft_shares(plan: Plan, degree: int) -> list[tuple[int, int]]:
-    """Bytes of the planned draft's weights and of one block of its cache, for each rank, if the
-    first `degree` ranks share the draft. Raises `SetupError` if the draft cannot be split in this
-    way."""
+    """Return for each rank the bytes of the draft's weights, and of one block of its cache, if the
+    draft is split over the first `degree` ranks. Raises `SetupError` if it cannot be split over so
+    many."""
     assert plan.draft is not None
     found = [(0, 0)] * plan.parallel.size
     for rank in range(degree):
@@ -171,7 +171,7 @@ def _loaded_bytes(plan: Plan, model: Draft) -> int:
 
 
 def _eager_bytes(plan: Plan, need: CacheNeed) -> int:
-    """The bytes of a round's largest tensors in passes and sampling, without graphs."""
+    """Estimate the bytes of the largest tensors in a round that is not captured."""
     batch = need.batch_size
     rows = batch * (plan.k + 1)
     found = _passes_bytes(plan, batch) + _method_bytes(plan, need).in_round
@@ -182,7 +182,7 @@ def _eager_bytes(plan: Plan, need: CacheNeed) -> int:
 
 
 def _method_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
-    """Bytes of the method's own buffers and of the buffers for logits processing."""
+    """Estimate the bytes of the method's own buffers and of the buffers for logits processing."""
     changed = _changes_bytes(plan, need)
     if not plan.k:
         return changed
@@ -201,8 +201,9 @@ def _method_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
 
 
 def _changes_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
-    """Bytes for logit processing: for a penalty, the texts and a mask of their ids; fp32 logits
-    with three intermediate results; masks of all rows; and the stored fp32 logits of the draft."""
+    """Estimate the bytes for logits processing. These are the texts and a mask of their ids if
+    there is a repetition penalty; fp32 logits with three intermediate results; masks for all rows;
+    and the draft's fp32 logits, which are kept."""
     if not plan.params.changes_logits:
         return MethodBytes()
     batch, vocab = need.batch_size, plan.target.vocab_size
@@ -212,7 +213,7 @@ def _changes_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
 
 
 def _passes_bytes(plan: Plan, batch: int) -> int:
-    """The bytes of the largest tensors in a round's scoring pass and draft passes."""
+    """Estimate the bytes of the largest tensors in a round's scoring pass and draft passes."""
     rows = batch * (plan.k + 1)
     found = _pass_bytes(plan, plan.target, rows, rows, gathers=False)
     for draft in plan.held[1:]:

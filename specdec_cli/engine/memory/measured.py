@@ -1,4 +1,4 @@
-"""Measures a rank's memory, broken down by use, by running the largest passes over small caches."""
+"""Measures a rank's memory, broken down by use, by running the largest passes with small caches."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ SEGMENT = 2 * 2**20  # torch rounds a large allocation on CUDA up to a multiple 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The loaded models of a rank. draft: None if the rank holds no part of a draft."""
+    """The models that a rank has loaded. draft: None if the rank holds no part of a draft."""
 
     target: PagedModel
     draft: Loaded | None = None
@@ -34,10 +34,10 @@ class Models:
 def measure_rank(
     plan: Plan, models: Models, need: CacheNeed, wire: Callable[[int], Engine]
 ) -> RankMemory:
-    """This rank's memory, broken down by use, in the largest passes that `need` allows; all ranks
-    call this.
+    """Measure this rank's memory, broken down by use, in the largest passes that `need` allows. All
+    ranks must call this.
 
-    wire: makes an engine over `models` with a given number of blocks. The models are left without
+    wire: builds an engine from `models` with a given number of blocks. The models are left without
     caches.
     """
     requests, num_blocks = rehearsal(need, plan.recipe.run.prefill_chunk)
@@ -81,9 +81,9 @@ def measure_rank(
 
 @dataclass(slots=True)
 class TwoRounds:
-    """Arrivals without requests that end the run after two rounds of `count` sequences. With a
-    fixed proposal length, later rounds are no larger, and running all could take minutes on a
-    CPU."""
+    """Arrivals that bring no requests, but end the run once `count` sequences have had two rounds.
+    With a fixed proposal length, later rounds take no more memory, and running them all could take
+    minutes on a CPU."""
 
     count: int
     _seqs: set[Sequence] = field(default_factory=set)
@@ -107,8 +107,8 @@ def _has_two_rounds(seq: Sequence) -> bool:
 
 
 def rehearsal(need: CacheNeed, prefill_chunk: int) -> tuple[list[Request], int]:
-    """A full batch of requests, and its number of blocks. The prompts fill one prefill chunk, as
-    far as the longest sequence allows."""
+    """Make a full batch of requests, and compute the number of blocks that it needs. The prompts
+    fill one prefill chunk, as far as the longest sequence allows."""
     longest_prompt = max(1, need.longest - need.k - 2)  # leaves room for a round of all proposals
     left, unfed = prefill_chunk, _left_to_a_round(need.k)
     lengths = []
@@ -122,12 +122,13 @@ def rehearsal(need: CacheNeed, prefill_chunk: int) -> tuple[list[Request], int]:
 
 
 def _left_to_a_round(k: int) -> int:
-    """The number of prompt tokens that prefill leaves to the first round."""
+    """Return the number of prompt tokens that prefill leaves to the first round."""
     return 1 if k else 0
 
 
 def weight_bytes(models: Models) -> tuple[int, int]:
-    """Bytes of the target's weights, and of the draft's weights less the borrowed ones."""
+    """Return the bytes of the target's weights, and of the draft's weights without borrowed
+    ones."""
     target = models.target.storages
     draft = {} if models.draft is None else models.draft.storages
     own = draft.keys() - target.keys()
@@ -135,7 +136,7 @@ def weight_bytes(models: Models) -> tuple[int, int]:
 
 
 def rank_memory(plan: Plan, models: Models, overhead: Overhead) -> RankMemory:
-    """This rank's memory, broken down by use, given its overhead."""
+    """Combine a rank's measured overhead with the sizes of its weights and caches."""
     weights = weight_bytes(models)
     budget = kv_budget(plan.recipe.cache, plan.device, overhead, sum(weights))
     return memory_of(plan, str(plan.device), overhead, weights, budget)
@@ -144,8 +145,8 @@ def rank_memory(plan: Plan, models: Models, overhead: Overhead) -> RankMemory:
 def memory_of(
     plan: Plan, device: str, overhead: Overhead, weights: tuple[int, int], kv_budget: int
 ) -> RankMemory:
-    """A rank's memory, broken down by use. weights: bytes of the target's weights, and of the
-    draft's."""
+    """Put together a rank's memory. overhead, weights, kv_budget: bytes; weights are the target's
+    and the draft's."""
     target_block, draft_block = block_bytes_of(plan)
     return RankMemory(
         rank=plan.parallel.rank,
@@ -185,8 +186,8 @@ def _on_gpu(plan: Plan, capture: Callable[[], None], run: Callable[[], None]) ->
 
 
 def cache_rounding(plan: Plan) -> int:
-    """The bytes that rounding may add to caches, as each layer allocates keys and values
-    separately."""
+    """Return the bytes that rounding may add to the caches. Each layer allocates its keys and its
+    values separately, and each allocation is rounded up."""
     return 2 * sum(len(held.layers) for held in plan.held) * SEGMENT
 
 
