@@ -1,2 +1,2 @@
-"""Models in GGUF files, which hold everything that a folder holds: header, config, tensors,
+"""Read models in GGUF files. One such file holds what a model folder holds: config, tensors and
 tokenizer."""

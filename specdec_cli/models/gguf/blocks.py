@@ -1,6 +1,7 @@
-"""Blocks of a GGUF file as codes, scales and minima, for the types that can stay in stored form.
+"""Split the blocks of a GGUF file into codes, scales and minima, for the types that can stay
+quantised.
 
-`Stored.plain` gives the numbers of `gguf.quants` bit for bit where scales are in fp32.
+If the scales are in fp32, `Stored.plain` gives exactly the values that `gguf.quants` gives.
 """
 
 from collections.abc import Collection
@@ -13,12 +14,13 @@ from torch import Tensor
 
 
 class Layout(NamedTuple):
-    """One type of block.
+    """The layout of one type of block.
 
-    fields: the parts in order, with their bytes: factors `d` of scales and `m` of minima, half
-    floats; `scales`, the codes of both; `low`, the low four bits of values, and `high`, the other
-    bits, or `whole` values. low: the number of bytes whose low halves all come before their high
-    halves. high: the same for the high bits, and the number of bits in a byte.
+    fields: the fields of a block in order, with their sizes in bytes. `d` and `m` are half floats,
+    the factors of scales and of minima; `scales` has the integers that they multiply. `low` has the
+    low four bits of each value and `high` the other bits; `whole` has whole values instead. low:
+    the number of bytes that are unpacked together: first the low halves of all, then the high
+    halves. high: the same for the field `high`, and the number of bits that each value has there.
     """
 
     storage: Storage
@@ -45,11 +47,12 @@ KEPT = {
 
 
 def kept_as(kind: str, dtype: torch.dtype) -> Storage | None:
-    """The storage of a type in a run of `dtype`; None if it is dequantised.
+    """Return the storage of a GGUF type in a run of `dtype`, or None if the type must be
+    dequantised.
 
     A scale of the K types is the product of a half float and an integer of 6 or 8 bits. Runs in
-    fp32 have it exactly. Other runs round it to a half float, by at most 2^-11; bf16 would round
-    each number by up to 2^-8.
+    fp32 keep the product exactly. Other runs round it to a half float, by at most 2^-11 of its
+    size; dequantising to bf16 would round each value by up to 2^-8.
     """
     if (layout := KEPT.get(kind)) is None:
         return None
@@ -58,7 +61,8 @@ def kept_as(kind: str, dtype: torch.dtype) -> Storage | None:
 
 
 def shared_by(storages: Collection[Storage]) -> Storage:
-    """An int8 storage that represents the values of several results of `kept_as` exactly."""
+    """Return an int8 storage that represents the values of all `storages` exactly. These are
+    results of `kept_as`."""
     wide = min(storage.group[1] for storage in storages)
     scales = max((storage.scales for storage in storages), key=lambda dtype: dtype.itemsize)
     return replace(
@@ -67,10 +71,11 @@ def shared_by(storages: Collection[Storage]) -> Storage:
 
 
 def fields_of(kind: str, blocks: Tensor, storage: Storage) -> list[Tensor]:
-    """Codes, scales and, if the storage has them, minima.
+    """Return the codes, the scales and, if the storage has minima, the minima of blocks.
 
-    blocks: bytes [..., B, bytes of a block] of a type in `KEPT`. storage: a result of `kept_as`, or
-    of `shared_by`. Raises `ValueError` for scales and minima that are not finite in their dtype.
+    blocks: uint8 [..., B, bytes per block], of the type `kind` in `KEPT`. storage: a result of
+    `kept_as` or `shared_by`. Raises `ValueError` for scales and minima that are not finite in their
+    dtype.
     """
     layout = KEPT[kind]
     sizes = list(layout.fields.values())
@@ -89,7 +94,8 @@ def fields_of(kind: str, blocks: Tensor, storage: Storage) -> list[Tensor]:
 
 
 def _numbers(layout: Layout, parts: dict[str, Tensor]) -> Tensor:
-    """int8 [..., B, numbers of a block]; those of types without minima have both signs."""
+    """Return the codes of blocks, int8 [..., B, values per block]. They are centred on zero for
+    types without minima, and at least zero for others."""
     if (whole := parts.get("whole")) is not None:
         return whole.view(torch.int8)
     numbers, middle = _spread(parts["low"], layout.low, 4), 8
@@ -100,7 +106,7 @@ def _numbers(layout: Layout, parts: dict[str, Tensor]) -> Tensor:
 
 
 def _factors(parts: dict[str, Tensor]) -> list[Tensor]:
-    """The scales of the groups of each block, and their minima if they have some, fp32."""
+    """Return the scales of the groups in each block and, if there are any, their minima, fp32."""
     found = [parts[f].contiguous().view(torch.float16).float() for f in "dm" if f in parts]
     if "scales" in parts:
         shares = _shares(parts["scales"]) if "m" in parts else [parts["scales"].view(torch.int8)]
@@ -111,14 +117,14 @@ def _factors(parts: dict[str, Tensor]) -> list[Tensor]:
 
 
 def _spread(content: Tensor, width: int, bits: int) -> Tensor:
-    """Unpack values of `bits` bits: from each `width` bytes, first the lowest bits of all, then the
-    next bits."""
+    """Unpack values of `bits` bits. Each run of `width` bytes gives first the lowest bits of all
+    its bytes, then the next bits, and so on."""
     parts, mask = content.unflatten(-1, (-1, width)), (1 << bits) - 1
     return torch.stack([parts >> at & mask for at in range(0, 8, bits)], -2).flatten(-3)
 
 
 def _shares(codes: Tensor) -> list[Tensor]:
-    """The 8 integers of scales and the 8 of minima in 12 bytes."""
+    """Unpack 12 bytes into the 8 integers of scales and the 8 of minima."""
     from gguf.quants import Q4_K
 
     found = Q4_K.get_scale_min(codes.reshape(-1, 12).numpy())

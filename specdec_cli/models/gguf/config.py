@@ -1,7 +1,7 @@
-"""transformers' config for a model in a GGUF file.
+"""Make transformers' config for a model in a GGUF file.
 
-transformers' tables leave out keys that change a model's results (rotary scaling, head and expert
-sizes, soft caps, windows); these are read here, or refused.
+transformers' tables leave out keys that change a model's results: rotary scaling, sizes of heads
+and experts, softcaps and windows. This module reads these keys or refuses them.
 """
 
 import math
@@ -24,8 +24,8 @@ from specdec_cli.models.refusals import Unsupported
 from specdec_cli.text import one_line, shown
 
 _TEXT_ONLY = {"gemma3": "gemma3_text"}
-# Layer counts of the 27B models, which scale queries by hidden_size / heads instead of the head
-# size without a key that says so.
+# Architectures and layer counts of the 27B models. These scale queries by hidden_size / heads
+# instead of the head size, and no key says so.
 _OTHER_SCALE = {("gemma2", 46), ("gemma3", 62)}
 _PLAIN = {"F32": None, "F16": "float16", "BF16": "bfloat16"}
 _SIGMOID = 2  # the GGUF value for sigmoid scores of experts
@@ -33,8 +33,8 @@ _ROTARY_FACTORS = "rope_freqs.weight"
 
 
 def gguf_config(name: str, header: Header) -> Any:
-    """The config of the model in a file. Raises `SetupError` for values that no model has, and
-    `Unsupported` for a model that cannot run here."""
+    """Return transformers' config for the model in a GGUF file. Raises `SetupError` for impossible
+    values, and `Unsupported` for a model that cannot run here."""
     architecture = architecture_of(name, header)
     check_kinds(name, header)
     values = _mapped(architecture, header)
@@ -59,8 +59,8 @@ def gguf_config(name: str, header: Header) -> Any:
 
 
 def _mapped(architecture: str, header: Header) -> dict[str, Any]:
-    """The config's keys and values, from transformers' tables and from the keys that these leave
-    out."""
+    """Return the config's keys and values: those that transformers' tables map, and those that the
+    tables leave out."""
     known = FROM_GGUF[architecture]
     # transformers distinguishes mistral from llama by the model's name.
     is_mistral = architecture == "llama" and header.values.get("general.name") == "mistral"
@@ -91,11 +91,11 @@ def _mapped(architecture: str, header: Header) -> dict[str, Any]:
         "final_logit_softcapping": said("final_logit_softcapping"),
     }
     if family == "phi3":
-        del more["head_dim"]  # the file has none
+        del more["head_dim"]  # phi3's files have no such key
     if family in ("phi3", "mistral"):
         more["sliding_window"] = said("attention.sliding_window")
     if family in ("llama", "mistral", "qwen2"):
-        del more["head_dim"]  # rope.dimension_count, or the file has none
+        del more["head_dim"]  # the tables map rope.dimension_count to it, if the file has that
     if family == "llama" and "blk.0.attn_q.bias" in header.tensors:
         more["attention_bias"] = True
     if family == "llama" and "blk.0.ffn_gate.bias" in header.tensors:
@@ -113,7 +113,8 @@ def _mapped(architecture: str, header: Header) -> dict[str, Any]:
 
 
 def _dtype(header: Header) -> str | None:
-    """The dtype of a file without quantised numbers; only float32 files keep float32."""
+    """Return the name of an unquantised file's dtype; None if any tensor is quantised. It is
+    float32 only if all tensors are."""
     kinds = {name_of(t.kind) for t in header.tensors.values()}
     if not kinds <= _PLAIN.keys():
         return None
@@ -122,7 +123,7 @@ def _dtype(header: Header) -> str | None:
 
 
 def _check_heads(name: str, architecture: str, header: Header, config: Any) -> None:
-    """Refuse head sizes and experts that a transformers config cannot express."""
+    """Raise `Unsupported` for head sizes and experts that a transformers config cannot express."""
     experts = header.values.get(f"{architecture}.expert_count")
     if experts and not any(hasattr(config, key) for key in ("num_experts", "num_local_experts")):
         raise Unsupported(name, f"transformers reads no experts from GGUF files of {architecture}")
@@ -139,7 +140,8 @@ def _check_heads(name: str, architecture: str, header: Header, config: Any) -> N
 
 
 def _set_rotary(name: str, architecture: str, header: Header, config: Any) -> None:
-    """Set the scaling of rotary embeddings, which transformers' tables leave out."""
+    """Set the scaling of rotary embeddings in `config`, which transformers' tables leave out.
+    Raises `Unsupported` for a scaling that cannot run here."""
     if any(tensor.startswith("rope_factors_") for tensor in header.tensors):
         raise Unsupported(name, "its rotary embedding is of type longrope")
     said = f"{architecture}.rope.scaling"
@@ -161,7 +163,8 @@ def _set_rotary(name: str, architecture: str, header: Header, config: Any) -> No
 
 
 def _llama3(name: str, header: Header, config: Any) -> dict[str, Any]:
-    """Settings of llama3's rotary embedding, if they reproduce the factors in the file."""
+    """Return the settings of llama3's rotary embedding. Raises `Unsupported` if they do not
+    reproduce the factors in the file."""
     stored = read_stored(header.tensors[_ROTARY_FACTORS], torch.float32).flatten()
     factor = float(stored.max())
     settings = {

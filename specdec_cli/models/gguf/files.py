@@ -1,4 +1,4 @@
-"""Chooses among the GGUF files of a folder, and reads models split over several files."""
+"""Choose among the GGUF files of a folder, and read models that are split over several files."""
 
 import re
 from collections.abc import Iterable
@@ -13,13 +13,16 @@ _MOST_SHOWN = 20
 
 
 def first_parts(names: Iterable[str]) -> list[str]:
-    """One name for each model; that of a split model's first file."""
+    """Return one file name per model, sorted. For a split model this is the name of its first
+    file."""
     found = (name for name in names if name.endswith(".gguf"))
     return sorted(n for n in found if not (m := _PART.fullmatch(n)) or int(m[2]) == 1)
 
 
 def chosen(name: str, names: Iterable[str], file: str | None) -> str | None:
-    """The named GGUF file, or the only one of its folder; None without any. Raises `SetupError`."""
+    """Return the name of the GGUF file to use: `file` if it is given, else the only model in
+    `names`, or None if there is none. name: the model's name, for messages. Raises `SetupError` if
+    `file` is not among `names`, or if several models are."""
     all_names = list(names)
     models = first_parts(all_names)
     told = ", ".join(one_line(n) for n in models[:_MOST_SHOWN])
@@ -38,7 +41,7 @@ def chosen(name: str, names: Iterable[str], file: str | None) -> str | None:
 
 
 def parts_named(name: str) -> list[str]:
-    """The names of all files of a model, given one of them."""
+    """Return the names of all files of a model, given the name of one of them."""
     match = _PART.fullmatch(name)
     if match is None or not 1 < int(match[3]) <= 9999:
         return [name]
@@ -47,8 +50,8 @@ def parts_named(name: str) -> list[str]:
 
 
 def read_model(file: Path) -> Header:
-    """The header of a model, with the tensors of all its files. Raises `SetupError` for bad
-    files."""
+    """Read the header of a model, with the tensors of all its files. Raises `SetupError` if a file
+    is damaged or missing."""
     header = read_header(file)
     count = header.values.get("split.count", 1)
     if type(count) is not int or count < 2:
@@ -70,7 +73,8 @@ def read_model(file: Path) -> Header:
 
 
 def layers_in(header: Header) -> int | None:
-    """The number of layers according to tensor names; None if no name has a layer."""
+    """Return the number of layers according to the tensors' names, or None if no name has a
+    layer."""
     found = filter(None, (re.match(r"blk\.(\d{1,9})\.", name) for name in header.tensors))
     return max((int(match[1]) + 1 for match in found), default=None)
 

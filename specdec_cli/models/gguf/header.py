@@ -1,4 +1,5 @@
-"""The header of a GGUF file, with each of its counts, lengths and offsets checked against it."""
+"""Read the header of a GGUF file. Every count, length and offset in it is checked against the size
+of the file."""
 
 import mmap
 import os
@@ -17,7 +18,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"}
 _SCALARS |= {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
-_MOST_STRINGS = 1 << 22  # in arrays: the largest vocabularies have 1 << 20 tokens and merges
+_MOST_STRINGS = 1 << 22  # in all arrays; the largest vocabularies have 1 << 20 tokens and merges
 _MOST_NUMBERS = 1 << 22  # maximum numbers in one array
 _MOST_KEYS, _MOST_TENSORS = 1 << 16, 1 << 20
 _NAME_BYTES = 1 << 12
@@ -27,8 +28,8 @@ _MOST_ALIGNMENT = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """A tensor in a file: its shape, slowest dimension first; its GGML type number; and its byte
-    offset in the file."""
+    """The place of a tensor in a file. shape: slowest dimension first. kind: the number of its GGML
+    type. start, nbytes: its offset and its size in bytes."""
 
     file: Path
     shape: tuple[int, ...]
@@ -39,8 +40,8 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The values by key, with arrays as lists; the tensors by name; and the number of bytes before
-    the first tensor."""
+    """The header of a GGUF file. values: the metadata by key, with arrays as lists. tensors: by
+    name. size: the number of bytes in the header."""
 
     file: Path
     values: dict[str, Any]
@@ -49,8 +50,8 @@ class Header:
 
 
 def read_header(file: Path) -> Header:
-    """The header of a file. Raises `SetupError` if the file is not in GGUF, is cut off or
-    contradicts itself."""
+    """Return the header of a GGUF file. Raises `SetupError` if the file is not in GGUF, is cut off
+    or contradicts itself."""
     try:
         status = file.stat()
         return _read(file, status.st_size, status.st_mtime_ns)
@@ -69,7 +70,8 @@ def read_header(file: Path) -> Header:
 
 @lru_cache(maxsize=16)
 def _read(file: Path, size: int, changed: int) -> Header:
-    """The header of a file, cached by the file's size and modification time."""
+    """Read the header of a file. The arguments are the key of the cache: path, size in bytes and
+    modification time."""
     if not file.is_file():
         raise ValueError("it is not a regular file")
     if size < 24:
@@ -80,7 +82,7 @@ def _read(file: Path, size: int, changed: int) -> Header:
 
 
 class _HeaderReader:
-    """Reads a header from the front; `at` is the next byte."""
+    """Reads a header from front to back. at: the offset of the next byte."""
 
     def __init__(self, file: Path, content: mmap.mmap, size: int) -> None:
         self.file, self.content, self.size, self.at = file, content, size, 0
@@ -125,7 +127,8 @@ class _HeaderReader:
         return struct.unpack(form, self.take(struct.calcsize(form), what))
 
     def fits(self, count: int, least: int, what: str, most: int | None = None) -> None:
-        """Check the number of items against the minimum bytes of each."""
+        """Raise `ValueError` if the rest of the file is too short for `count` items of at least
+        `least` bytes each, or if there are more than `most`."""
         if count * least > self.size - self.at:
             raise ValueError(f"it says that it has {count} {what}, more than its bytes can hold")
         if most is not None and count > most:
@@ -165,7 +168,7 @@ class _HeaderReader:
         return self.texts(count, what)
 
     def texts(self, count: int, what: str) -> list[str]:
-        """A list of `count` texts. It has its own loop, since there may be hundreds of
+        """Read `count` texts. They have a fast loop of their own, since there may be hundreds of
         thousands."""
         found, at, content, size = [], self.at, self.content, self.size
         length_of = struct.Struct("<Q").unpack_from
@@ -185,7 +188,7 @@ class _HeaderReader:
         return found
 
     def entry(self, name: str) -> tuple[tuple[int, ...], int, int]:
-        """Shape, type and offset of a tensor."""
+        """Read the shape, type and offset of a tensor."""
         (dims,) = self.numbers("I", name)
         if not 0 < dims <= _MOST_DIMS:
             raise ValueError(f"{name} has {dims} dimensions")
@@ -196,7 +199,7 @@ class _HeaderReader:
     def placed(
         self, name: str, begin: int, shape: tuple[int, ...], kind: int, offset: int
     ) -> TensorPlace:
-        """The place of a tensor, checked to lie entirely inside the file."""
+        """Return the place of a tensor, after checking that it lies entirely inside the file."""
         name = one_line(name)
         width, nbytes = _block(kind, name)
         if min(shape) < 1:
@@ -210,12 +213,12 @@ class _HeaderReader:
 
 
 def block_bytes(kind: int) -> int:
-    """The size of one block of a GGML type, in bytes."""
+    """Return the size of one block of a GGML type, in bytes."""
     return _block(kind, name_of(kind))[1]
 
 
 def _block(kind: int, name: str) -> tuple[int, int]:
-    """The number of values in one block of a GGML type, and the block's size in bytes."""
+    """Return the number of values in one block of a GGML type, and the block's size in bytes."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
@@ -226,7 +229,7 @@ def _block(kind: int, name: str) -> tuple[int, int]:
 
 
 def name_of(kind: int) -> str:
-    """The name of a type, such as Q4_K."""
+    """Return the name of a GGML type, such as Q4_K."""
     from gguf.constants import GGMLQuantizationType
 
     return str(GGMLQuantizationType(kind).name)

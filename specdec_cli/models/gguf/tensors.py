@@ -1,5 +1,6 @@
-"""Converts a GGUF file's tensors to a transformers module's: names, values or codes, and layouts.
-Up to four threads dequantise some rows at a time, directly into the wanted dtype.
+"""Convert the tensors of a GGUF file to those of a transformers module: their names, their values
+or quantised codes, and their layouts. Up to four threads dequantise a few rows at a time, directly
+to the requested dtype.
 """
 
 import os
@@ -22,7 +23,7 @@ from specdec_cli.models.refusals import Unsupported
 from specdec_cli.models.weights import Part, Read, WrongShape
 from specdec_cli.text import one_line, shown
 
-# Architectures in GGUF files, by the names of transformers' families.
+# The names of architectures in GGUF files, and transformers' names of these families.
 FROM_GGUF = {
     "llama": "llama",
     "mistral": "mistral",
@@ -38,20 +39,20 @@ FROM_GGUF = {
 _NAMED_LIKE = {"mistral": "llama"}  # the gguf package has no tensor names for mistral
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
 _PLAIN |= {"BF16": torch.bfloat16}
-_NUMBERS_AT_ONCE = 1 << 18  # elements per thread
-_KEPT_AT_ONCE = 1 << 24  # matrices that stay stored
+_NUMBERS_AT_ONCE = 1 << 18  # values that a thread dequantises at once
+_KEPT_AT_ONCE = 1 << 24  # values at once, of matrices that stay quantised
 _MOST_THREADS = min(4, os.cpu_count() or 1)  # numpy releases the GIL meanwhile
 _ALL = slice(None)
 _GATE_UP = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.gate_up_proj")
 _ROUTER_BIAS = re.compile(r"model\.layers\.(\d+)\.mlp\.e_score_correction_bias")
-_USED_ELSEWHERE = ("rope_freqs.weight",)  # according to the config
+_USED_ELSEWHERE = ("rope_freqs.weight",)  # it becomes part of the config
 
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def architecture_of(name: str, header: Header) -> str:
-    """The architecture of a model. Raises `Unsupported` if it is unknown."""
+    """Return the architecture of a model. Raises `Unsupported` if it is unknown."""
     found = header.values.get("general.architecture")
     if not isinstance(found, str) or found not in FROM_GGUF:
         raise Unsupported(
@@ -63,14 +64,14 @@ def architecture_of(name: str, header: Header) -> str:
 
 
 def check_kinds(name: str, header: Header) -> None:
-    """Raise `Unsupported` for a quantisation that cannot be dequantised."""
+    """Raise `Unsupported` if a tensor has a type that cannot be dequantised."""
     for kind in sorted({t.kind for t in header.tensors.values()}):
         if name_of(kind) not in _PLAIN and not is_undone(kind):
             raise Unsupported(name, f"the gguf package does not dequantise {name_of(kind)}")
 
 
 def kinds_of(header: Header) -> list[str]:
-    """The types of the tensors, those with the most bytes first."""
+    """Return the names of the tensors' types, those with the most bytes first."""
     sizes: dict[str, int] = {}
     for tensor in header.tensors.values():
         kind = name_of(tensor.kind)
@@ -79,7 +80,8 @@ def kinds_of(header: Header) -> list[str]:
 
 
 def readers(module: Any, header: Header, dtype: torch.dtype) -> tuple[dict[str, Read], list[str]]:
-    """Readers of the tensors of `module` in `dtype`, and the unused names in the file."""
+    """Return readers of the tensors of `module` in `dtype`, by the module's names, and the names in
+    the file that nothing uses."""
     found, used = {}, set()
     for name, sources, change in _sources(module, header):
         found[name] = _reader([header.tensors[source] for source in sources], dtype, change)
@@ -92,8 +94,8 @@ ReadAs = Callable[[Storage], Stored]
 
 
 def kept_readers(module: Any, header: Header) -> dict[str, tuple[Storage, ReadAs]]:
-    """Storages and readers of matrices that can stay in the file's form. Readers read into these
-    storages or into shared ones."""
+    """Return the storage and a reader of each matrix that can stay in the file's quantised form, by
+    name. A reader takes the storage to convert to: its own, or one that several matrices share."""
     found: dict[str, tuple[Storage, ReadAs]] = {}
     for name, sources, change in _sources(module, header):
         stored = [header.tensors[source] for source in sources]
@@ -109,8 +111,8 @@ def is_plain(header: Header) -> bool:
 
 
 def _sources(module: Any, header: Header) -> Iterator[tuple[str, list[str], Change | None]]:
-    """The tensors of `module` in a file: their name, their names in the file, and the change of
-    layout."""
+    """Yield the tensors of `module` that a file has, as (name, names in the file, change of layout
+    or None)."""
     architecture = str(header.values["general.architecture"])
     name_in_file = _names(architecture, module.config.num_hidden_layers)
     for name in module.state_dict():
@@ -127,7 +129,8 @@ def _sources(module: Any, header: Header) -> Iterator[tuple[str, list[str], Chan
 def _as_stored(
     name: str, stored: list[TensorPlace], change: Change | None, storage: Storage
 ) -> Stored:
-    """A matrix in `storage`. Raises `SetupError` with its name for scales that do not fit."""
+    """Read a matrix and convert it to `storage`. Raises a `SetupError` that names the matrix if its
+    scales do not fit."""
     parts = []
     for place in stored:
         with _told(place):
@@ -153,7 +156,8 @@ def _as_stored(
 
 
 def _names(architecture: str, layers: int) -> Callable[[str], str]:
-    """The name in a file of each of a module's tensors, by the gguf package's table."""
+    """Return a function that turns a module's tensor names into names in the file, by the gguf
+    package's table."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     wanted = _NAMED_LIKE.get(architecture, architecture)
@@ -170,7 +174,8 @@ def _names(architecture: str, layers: int) -> Callable[[str], str]:
 
 
 def _layout(architecture: str, name: str, module: Any) -> Change | None:
-    """The change from a tensor's layout in the file to the module's; None if they are equal."""
+    """Return the function that changes a tensor from the file's layout to the module's, or None if
+    they are equal."""
     config = module.config
     if architecture in ("llama", "mistral") and (match := re.search(r"\.attn_([qk])\.", name)):
         heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
@@ -192,11 +197,12 @@ def _halves(value: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _reader(stored: list[TensorPlace], dtype: torch.dtype, change: Change | None) -> Read:
-    """A reader of a tensor stored as one, or, for experts, as two: gates, then values."""
+    """Return a reader of a tensor that the file stores as one, or, for gate and up of experts, as
+    two."""
 
     def read(part: Part | None = None) -> torch.Tensor:
-        # Norms are shifted before rounding, as when they were stored, and some families keep biases
-        # exact.
+        # Read vectors in fp32. The weights of gemma's norms must be shifted before they are
+        # rounded, as when they were stored, and some families keep biases in fp32.
         exact = torch.float32 if len(stored[0].shape) == 1 else dtype
         if len(stored) == 1:
             is_rows = part is not None and part.dim == 0 and part.blocks == 1
@@ -225,9 +231,10 @@ def read_stored(
     rows: slice = _ALL,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A tensor of a file, or some rows of a matrix, in `dtype`.
+    """Read a tensor of a file, or some rows of a matrix, in `dtype`.
 
-    out: a tensor of that shape to fill. Raises `SetupError` if the file has changed.
+    out: a tensor of that shape to fill; None for a new one. Raises `SetupError` if the file has
+    changed.
     """
     first, last, _ = rows.indices(stored.shape[0])
     shape = (last - first, *stored.shape[1:])
@@ -256,7 +263,7 @@ def read_stored(
 
 @contextmanager
 def _told(stored: TensorPlace) -> Iterator[None]:
-    """During the block, turn errors from a file that has changed into `SetupError`."""
+    """Turn errors in the block, which mean that the file has changed, into `SetupError`."""
     try:
         yield
     except (OSError, ValueError) as problem:
@@ -279,7 +286,7 @@ def _plain(content: np.ndarray[Any, Any], kind: str, number: int) -> torch.Tenso
 
 
 def is_undone(kind: int) -> bool:
-    """True if the gguf package can dequantise a type, which is tried on a block of zeros."""
+    """True if the gguf package can dequantise a type. This is tried on a block of zeros."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)][1]

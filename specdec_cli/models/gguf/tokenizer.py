@@ -1,7 +1,7 @@
 """The tokenizer in a GGUF file, built by transformers from the file's vocabulary.
 
 Versions of transformers differ in special tokens and in the ids at the beginning and end of texts,
-so these are set here.
+so this module sets them itself.
 """
 
 from typing import Any
@@ -12,14 +12,14 @@ from specdec_cli.models.gguf.header import Header
 from specdec_cli.models.gguf.tensors import FROM_GGUF
 from specdec_cli.text import shown
 
-_VOCABULARY_BYTES = 1 << 25  # without merges, transformers tries every split of every token
+_VOCABULARY_BYTES = 1 << 25  # without merges, transformers tries every split of each token
 _TOKEN_BYTES = 1 << 12
 _CONTROL, _USER_DEFINED = 3, 4
 _BYTE_LEVEL, _PIECES = "gpt2", "llama"  # kinds of tokenizers
-# Pre-tokenizers by family, as in earlier versions of transformers.
+# The pre-tokenizers that earlier versions of transformers support, by family.
 _CUT_BEFORE = {"llama": {"smollm", "gpt-2", "default"}, "qwen2": {"qwen2", "deepseek-r1-qwen"}}
 _CUT_BEFORE |= {"qwen3": {"qwen2"}, "qwen2_moe": {"qwen2"}, "qwen3_moe": {"qwen2"}}
-# Pre-tokenizers whose models get a first token before each text even if the file does not say so,
+# Pre-tokenizers whose models begin each text with the BOS token, even if the file does not say so,
 # as in llama.cpp (src/llama-vocab.cpp).
 _BEGIN_WITH_BOS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0"}
 _BEGIN_WITH_BOS |= {"lfm2", "tekken", "chameleon"}
@@ -33,7 +33,8 @@ _SPECIAL = {
 
 
 def gguf_tokenizer(header: Header) -> Any:
-    """transformers' tokenizer of a model. Raises `ValueError` for an impossible vocabulary."""
+    """Return transformers' tokenizer for a model in a GGUF file. Raises `ValueError` for an
+    impossible vocabulary."""
     from transformers import PreTrainedTokenizerFast
 
     values, vocabulary = header.values, _vocabulary(header)
@@ -60,7 +61,8 @@ def gguf_tokenizer(header: Header) -> Any:
 
 
 def _vocabulary(header: Header) -> dict[str, Any]:
-    """The arguments of transformers' builders, by their names there."""
+    """Return the arguments of transformers' `convert_gguf_tokenizer`, by name. Raises `ValueError`
+    for an impossible vocabulary."""
     try:
         from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING as table
     except ImportError:  # earlier versions
@@ -107,7 +109,7 @@ def _backend(architecture: str, vocabulary: dict[str, Any]) -> Any:
 
 
 def _add_special(backend: Any, vocabulary: dict[str, Any]) -> None:
-    """Mark the special tokens, which text never becomes, and the tokens that are never split."""
+    """Mark control tokens as special, and user-defined tokens as tokens that are never split."""
     known = backend.get_vocab()
     kinds = vocabulary.get("token_type") or ()
     marked = {_CONTROL: [], _USER_DEFINED: []}  # type: dict[int, list[AddedToken]]
