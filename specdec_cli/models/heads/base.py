@@ -1,8 +1,9 @@
-"""The interface of a head: a small network that reads the target's hidden states.
+"""The interface of a draft head, a small network that reads the target's hidden states.
 
-Row t of a head reads the target's hidden state of token t and embeds token t + shift. Its keys are
-at position t. Legend: T packed rows, H width of the head, F width of the features, V ids of the
-target, Vd ids that the head can propose.
+The input of a head for one token is called a row. Row t reads the target's hidden state of token t
+(its features) and the embedding of token t + shift. Its keys are stored at position t. Legend: T
+packed rows, H width of the head, F width of the features, V ids of the target, Vd ids that the head
+can propose.
 """
 
 from collections.abc import Mapping
@@ -20,23 +21,23 @@ from specdec_cli.models.heads.layers import layers_of
 from specdec_cli.models.tp import shard_layers
 from specdec_cli.models.weights import Part
 
-# The names of every head's embedding [V, H] and matrix of logits [Vd, H].
+# The names that all heads use for their embedding [V, H] and their output matrix [Vd, H].
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """A head's weights on one device, by the names of `HeadConfig.shapes`; ids: int64 [Vd], the
-    target's id of each of the head's; None if they are the same."""
+    """A head's weights on one device. tensors: the weights by the names of `HeadConfig.shapes`.
+    ids: int64 [Vd], the target's id for each id of the head; None if they are the same."""
 
     tensors: Mapping[str, Tensor]
     ids: Tensor | None
 
 
 class Other(NamedTuple):
-    """A different interpretation of a config by some tools, in words, and the fields that it
-    changes."""
+    """Another interpretation of a config, which some tools use. told: a description of it. changes:
+    the fields of the config that it changes, with their values."""
 
     told: str
     changes: Mapping[str, Any]
@@ -44,14 +45,15 @@ class Other(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """The settings of a head of any kind, which determine its checkpoint, memory and cache. name:
-    the checkpoint's, for messages. body: transformers' config of its layers. windows: the sliding
-    window of each layer, 0 for none. target_hidden_size: the target's width. vocab_size: V.
-    draft_vocab_size: Vd. num_target_layers: None if the checkpoint does not say. others:
-    interpretations of other tools that differ. quantisation: settings of quantised matrices; None
-    for plain ones. noun: the word for the kind, for messages. shift: 1 if a row embeds the token
-    that follows, 0 if it embeds its own. carries: whether the output of the last true row is kept,
-    for the first proposal.
+    """The settings of a head of any kind. They determine its checkpoint, its memory and its cache.
+    name: the checkpoint's name, for messages. body: transformers' config of the head's layers.
+    windows: the sliding window of each layer; 0 for none. target_hidden_size: the width of the
+    target's hidden states. vocab_size: V. draft_vocab_size: Vd. num_target_layers: the number of
+    the target's layers; None if the checkpoint does not say. others: other tools' interpretations,
+    where they differ. quantisation: the settings of quantised matrices; None if all are plain.
+    noun: the word for this kind of head in messages. shift: 1 if row t embeds token t + 1, 0 if it
+    embeds token t. carries: whether the output for the last accepted token is kept for the first
+    proposal of the next round.
     """
 
     noun: ClassVar[str]
@@ -69,22 +71,23 @@ class HeadConfig:
     quantisation: Settings | None = None
 
     def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """The hidden states of the target that it reads, as transformers counts them. Raises
-        `SetupError` for layers that the target does not have.
+        """Return the target's hidden states that the head reads, as transformers numbers them.
+        Raises `SetupError` for layers that the target does not have.
         """
         raise NotImplementedError
 
     def own_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the weights outside its layers. Without HEAD, the embedding serves as the
-        head."""
+        """Return the shapes of the weights outside the layers, by name. Without HEAD among them,
+        the embedding is also the output matrix."""
         raise NotImplementedError
 
     def renamed(self, name: str) -> str | None:
-        """The name in `shapes` of a checkpoint's tensor; None for a tensor that is not needed."""
+        """Return the name in `shapes` of a checkpoint's tensor, or None if the tensor is not
+        needed."""
         return name
 
     def width_read(self, layer: int) -> int:
-        """The input width of a layer's QKV projection."""
+        """Return the input width of a layer's QKV projection."""
         return self.hidden_size
 
     @property
@@ -94,16 +97,17 @@ class HeadConfig:
 
     @property
     def sizes_held(self) -> dict[str, int]:
-        """The sizes of weights held in a different form, by name."""
+        """The number of values of each weight that is kept in another form than the checkpoint's,
+        by name."""
         return {}
 
     @property
     def output_size(self) -> int:
-        """The width of the rows of hidden states that a pass returns."""
+        """The width of the hidden states that a pass returns."""
         return self.hidden_size
 
     def carried_bytes(self, itemsize: int) -> int:
-        """Bytes kept with the keys of each block."""
+        """Return the bytes of outputs that are kept for each block of the cache."""
         return self.hidden_size * itemsize * self.carries
 
     @property
@@ -131,17 +135,19 @@ class HeadConfig:
         return {}
 
     def passes(self, k: int) -> Passes:
-        """The passes in a round of k proposals, including the pass over true rows."""
+        """Return the head's passes in a round with k proposals, including the pass over accepted
+        tokens."""
         return Passes(k)
 
     def cache_layers(self, parallel: TensorParallel = ALONE) -> list[LayerShape]:
-        """This rank's part of each entry of its cache."""
+        """Return the cache shape of each layer, for this rank's part of the heads."""
         heads = max(1, self.body.num_key_value_heads // parallel.size)
         return [LayerShape(heads, self.body.head_dim, self.body.head_dim)] * len(self.windows)
 
     def split(self, parallel: TensorParallel) -> tuple[nn.ModuleDict, dict[str, Part]]:
-        """This rank's layers on meta, and its parts of the weights that are split over ranks. All
-        other weights are whole on every rank. Raises `Indivisible` for sizes that do not divide.
+        """Return this rank's layers on meta, and its parts of the weights that are split over
+        ranks, by name. All other weights are whole on every rank. Raises `Indivisible` for sizes
+        that cannot be divided among the ranks.
         """
         body = layers_of(self.body, [self.width_read(i) for i in range(len(self.windows))])
         if parallel.size == 1:
@@ -152,13 +158,14 @@ class HeadConfig:
         return body, parts
 
     def shapes(self, parallel: TensorParallel = ALONE) -> dict[str, tuple[int, ...]]:
-        """The shapes of this rank's parts of all needed weights, including borrowed ones."""
+        """Return the shapes of this rank's parts of all weights that the head needs, including
+        borrowed ones, by name."""
         found, (body, parts) = self.own_shapes(), self.split(parallel)
         found |= {name: parts[name].local_shape for name in found.keys() & parts.keys()}
         return found | {name: tuple(p.shape) for name, p in body.named_parameters()}
 
     def products(self) -> list[list[str]]:
-        """The names of the matrices in each merged projection."""
+        """Return the names of the matrices that are merged into each projection."""
         own, (body, _) = self.own_shapes(), self.split(ALONE)
         found = [[n] for n, shape in own.items() if len(shape) == 2 and n != EMBEDDING]
         names = {id(parameter): name for name, parameter in body.named_parameters()}
@@ -167,8 +174,8 @@ class HeadConfig:
         return found if HEAD in own else [*found, [EMBEDDING]]
 
     def row_numbers(self, parallel: TensorParallel, *, gathers: bool) -> int:
-        """The number of values of each row at the peak of a pass. gathers: see
-        `models.draft.Draft`."""
+        """Return the number of values per row that are alive at the peak of a pass. gathers: see
+        `models.draft.Draft.pass_bytes`."""
         (cached, *_), size = self.cache_layers(parallel), parallel.size
         width, head_dim = self.hidden_size, self.body.head_dim
         mixed = self.body.num_attention_heads // size * head_dim

@@ -1,8 +1,8 @@
-"""The tensors of a head: how they are read, checked, borrowed from the target, or drawn at random.
+"""Read and check the weights of a head, borrow them from the target, or draw them at random.
 
-`HeadConfig.shapes` names them. A reduced vocabulary has two more tensors: d2t, int64 [Vd], the
-difference of the target's id and each of the head's, and t2d, bool [V], which marks the target's
-ids that the head has.
+`HeadConfig.shapes` names the weights. A head with a reduced vocabulary has two more tensors. d2t,
+int64 [Vd], is the target's id of each token minus the head's id of it. t2d, bool [V], is true for
+the target's ids that the head can propose.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from specdec_cli.text import counted, one_line
 _DUMMY_STD = 0.02
 
 
-# Weights of the target that may serve a head without its own, by the head's names for them.
+# The target's weights that a head may use if it has none of its own, by the head's names for them.
 Lent = Mapping[str, torch.Tensor]
 
 
@@ -39,8 +39,9 @@ def borrowed_by(
     lent: Lent,
     allow_pickle: bool = False,
 ) -> frozenset[str]:
-    """The weights that the checkpoint lacks and takes from `lent`, which may be on meta. Raises as
-    `read_weights` does for names, and for weights that do not fit.
+    """Return the names of the weights that the checkpoint lacks and the head takes from `lent`. The
+    lent weights may be on meta. Raises `SetupError` for tensors that are missing or unknown, and
+    for lent weights that do not fit.
     """
     with _opened(config, folder, dtype, allow_pickle) as found:
         pass
@@ -60,9 +61,9 @@ def read_weights(
     allow_pickle: bool = False,
     parallel: TensorParallel = ALONE,
 ) -> HeadWeights:
-    """Read this rank's part of the weights of a head. lent: weights of the target for those that
-    the checkpoint lacks. Raises `SetupError` with the name of a tensor that is missing, unknown, or
-    of another shape or dtype, and for ids that the target does not have.
+    """Read this rank's part of the weights of a head. lent: the target's weights, used where the
+    checkpoint has none. Raises a `SetupError` that names the tensor if one is missing or unknown,
+    or has a wrong shape or dtype, and for ids that the target does not have.
     """
     with _opened(config, folder, dtype, allow_pickle) as found:
         wanted, (_, parts) = config.shapes(), config.split(parallel)
@@ -88,8 +89,9 @@ def dummy_weights(
     lent: Lent = MappingProxyType({}),
     parallel: TensorParallel = ALONE,
 ) -> HeadWeights:
-    """This rank's part of random matrices, seeded by name. Norms are one, biases are zero, and ids
-    are evenly spaced. The embedding is the target's, as for most heads."""
+    """Make random weights and return this rank's part of them. Matrices are seeded by name, norms
+    are one, biases are zero, and ids are evenly spaced. The embedding is the target's if it fits,
+    as for most heads."""
     tensors = dict[str, torch.Tensor]()
     shapes, (_, parts) = config.shapes(), config.split(parallel)
     for name in config.shapes(parallel):
@@ -116,7 +118,8 @@ def dummy_weights(
 def _opened(
     config: HeadConfig, folder: Path, dtype: torch.dtype, allow_pickle: bool
 ) -> Iterator[dict[str, Read]]:
-    """The plain tensors of a checkpoint by the names of `shapes`, quantised ones in `dtype`."""
+    """Open a checkpoint and yield readers of its tensors, by the names of `shapes`. Quantised
+    tensors are dequantised to `dtype`."""
     with open_checkpoint(folder, allow_pickle) as stored:
         if config.quantisation is not None:
             stored = dequantised(stored, config.quantisation, dtype, config.name)
@@ -136,7 +139,8 @@ def _check_names(
     wanted: dict[str, tuple[int, ...]],
     lent: Lent,
 ) -> None:
-    """Raise `SetupError` for tensors that are unknown, or missing without being borrowed."""
+    """Raise `SetupError` for tensors that are unknown, or that are missing and cannot be
+    borrowed."""
     missing = sorted(wanted.keys() - found.keys() - (config.lends & lent.keys()))
     reduced = config.draft_vocab_size < config.vocab_size
     if reduced and "d2t" not in found:
@@ -179,8 +183,8 @@ def _read(config: HeadConfig, name: str, read: Read, part: Part) -> torch.Tensor
 
 
 def _target_ids(config: HeadConfig, found: dict[str, Read]) -> torch.Tensor | None:
-    """The target's id of each draft id, int64 [Vd], from d2t. They are checked against t2d if there
-    is one."""
+    """Return the target's id for each id of the head, int64 [Vd], from d2t; None if they are the
+    same. Raises `SetupError` for impossible ids, and for a t2d that contradicts d2t."""
     size, vocab = config.draft_vocab_size, config.vocab_size
     ids = torch.arange(size)
     if "d2t" in found:

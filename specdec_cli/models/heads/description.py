@@ -1,4 +1,5 @@
-"""A head before its weights are read: checks against its target, and memory. H: its width."""
+"""Describe a draft head before its weights are read: check it against its target, and compute its
+memory."""
 
 import math
 import re
@@ -34,21 +35,22 @@ from specdec_cli.models.refusals import ANOTHER_DRAFT
 from specdec_cli.models.resolve import place_of
 from specdec_cli.models.spec import ModelSpec
 
-# A function that makes a head from settings of its kind, weights, and the number of positions that
-# it may use. All ranks that share the head call it together.
+# Makes a head from its config, its weights, the number of positions that it may use, and the ranks
+# that share it. All of these ranks must call it together.
 Make = Callable[[Any, HeadWeights, int, TensorParallel], Head]
 Bind = Callable[[Head, KVCache], PagedHead]
 
 
 @dataclass(frozen=True, slots=True)
 class HeadDescription:
-    """A head that belongs to its target and holds no weights yet.
+    """A head that fits its target and has no weights yet.
 
-    config: the whole head's config, for any number of ranks. max_len: the number of positions that
-    it may use, which may exceed its config's context length. num_target_layers: the number of the
-    target's own layers. feature_layers: the target's hidden states that the head reads. borrows:
-    the weights that it takes from the target. gathers_head: whether it borrows the target's head
-    from other ranks, so that it keeps a copy.
+    config: the config of the whole head, even if ranks split it. make, bind: see `describe_head`.
+    max_len: the number of positions that the head may use, which may exceed the context length in
+    its config. num_target_layers: the number of layers of the target. feature_layers: the target's
+    hidden states that the head reads. borrows: the names of the weights that it takes from the
+    target. gathers_head: whether it must gather the target's output matrix from several ranks, and
+    so keeps a copy.
     """
 
     spec: ModelSpec
@@ -95,16 +97,18 @@ class HeadDescription:
         return self.loaded_bytes()
 
     def loaded_bytes(self, *, is_compiled: bool = False) -> int:
-        """Bytes of the weights on its device, without borrowed ones, and of the rotary tables."""
+        """Return the bytes that the head takes on its device: weights, without borrowed ones, and
+        rotary tables."""
         config, is_cpu = self.config, self.device.type == "cpu"
         not_held = self.borrows - {HEAD} if self.gathers_head else self.borrows
         sizes = {name: math.prod(s) for name, s in config.shapes(self.parallel).items()}
         sizes |= config.sizes_held
         numbers, packed_names = 2 * self.max_len * int(config.body.head_dim), set[str]()
         for names in config.products() if is_cpu else ():
-            # A projection's weight is held in one or two forms, but not in the embedding's form.
+            # A CPU keeps each merged projection packed, plain or in both forms. Only the embedding
+            # is also kept separately.
             packed, plain = ops.forms_of(count := sum(sizes[name] for name in names), self.dtype)
-            # The plain form of the target's head is counted there.
+            # The target counts the plain form of the output matrix that it lends.
             is_lent = names[0] == HEAD and HEAD in not_held
             numbers += count * (packed + (plain and not is_lent))
             packed_names |= {*names} - {EMBEDDING}
@@ -144,7 +148,8 @@ class HeadDescription:
         return found
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block of its cache, and of the outputs that are carried with it."""
+        """Return the bytes of one block of the head's cache, with the outputs that are kept for
+        it."""
         carried = self.config.carried_bytes(self.dtype.itemsize)
         held = block_bytes(self.layers, block_size, cache_dtype(self.spec, self.dtype))
         return held + carried
@@ -163,7 +168,8 @@ class HeadDescription:
         block_size: int,
         on_compile: Callable[[str], None] | None = None,
     ) -> PagedHead | None:
-        """The head with its weights. All of the target's ranks call this, since parts may be
+        """Load the weights and return the head, or None on a rank that holds no part of it. All of
+        the target's ranks must call this, because the target's output matrix may have to be
         gathered."""
         device, config = self.device, self.config
         lent = _lent_by(target.module) if self.borrows else {}
@@ -193,9 +199,10 @@ def describe_head(
 ) -> HeadDescription:
     """Read a head's config and the names of its weights, and check them against its target.
 
-    read: returns its settings, given its name, its folder and the number of the target's layers.
-    bind: puts it over a cache. Raises `SetupError` with the key or tensor that does not fit,
-    `UsageError` for weights in fp8, and the errors of `read`.
+    read: a function that returns the head's config, given its name, its folder and the number of
+    the target's layers. make: a function that makes the head from its weights. bind: a function
+    that binds the head to a cache. Raises a `SetupError` that names the key or tensor that does not
+    fit, `UsageError` for weights in fp8, and the errors of `read`.
     """
     spec, target, parallel = place.spec, place.target, place.parallel
     if spec.weights == "fp8":
@@ -209,7 +216,7 @@ def describe_head(
     config.split(parallel)
     layers = check_target(config, int(settings.hidden_size), target.vocab_size, num_layers)
     check_hidden_layers(target.module, layers)
-    # The config's dtype is that of training. Tools run a head in its target's dtype.
+    # The dtype in the config is the one used in training. Tools run a head in its target's dtype.
     dtype = target.dtype if spec.dtype == "auto" else getattr(torch, spec.dtype)
     lent = _lent_by(target.module)
     whole = lent[HEAD].new_empty(target.vocab_size, lent[HEAD].shape[1])
@@ -241,8 +248,8 @@ def describe_head(
 def check_target(
     config: HeadConfig, hidden_size: int, vocab_size: int, num_layers: int
 ) -> tuple[int, ...]:
-    """The target's hidden states that the head reads. Raises a `SetupError` that names the key
-    unless the head belongs to a target of these sizes."""
+    """Check that a head belongs to a target of these sizes, and return the target's hidden states
+    that it reads. Raises a `SetupError` that names the key that differs."""
     for key, ours, theirs in (
         ("target_hidden_size", config.target_hidden_size, hidden_size),
         ("vocab_size", config.vocab_size, vocab_size),
@@ -258,6 +265,7 @@ def check_target(
 
 
 def _lent_by(module: Any) -> dict[str, torch.Tensor]:
-    """The embedding and the head of a transformers model, or a rank's part of the head."""
+    """Return the weights of a transformers model that a head may borrow, by the head's names: the
+    embedding and this rank's part of the output matrix."""
     inputs, outputs = module.get_input_embeddings(), module.get_output_embeddings()
     return {EMBEDDING: inputs.weight.data, HEAD: plain_weight(outputs.weight)}

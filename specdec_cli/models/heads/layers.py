@@ -19,8 +19,8 @@ _LAYERS = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 
 
 def layers_of(config: Any, widths: list[int]) -> nn.ModuleDict:
-    """Layers and their final norm, on meta. widths: the input width of each layer's QKV
-    projection."""
+    """Make a head's layers and their final norm on meta. widths: the input width of each layer's
+    QKV projection."""
     layers = nn.ModuleList()
     with torch.device("meta"):
         for index, width in enumerate(widths):
@@ -41,8 +41,8 @@ def fused_layers(
     tensors: Mapping[str, Tensor],
     causal: bool = True,
 ) -> list[FusedLayer]:
-    """The fused form of `body`, a result of `layers_of`, with weights from `tensors`. 0 means no
-    window."""
+    """Return the fused form of `body`, a result of `layers_of`, with weights from `tensors`.
+    windows: the sliding window of each layer; 0 for none. causal: see `ops.AttentionCall`."""
     body.load_state_dict({name: tensors[name] for name in body.state_dict()}, assign=True)
     layers: Any = body["layers"]
     following = [*(layer.input_layernorm for layer in layers[1:]), body["norm"]]
@@ -57,5 +57,6 @@ def fused_layers(
 def rotary_table(
     config: Any, dtype: torch.dtype, device: torch.device, max_len: int
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [max_len, D] of the layers' rotary embedding, D features of a head."""
+    """Return the cosines and sines of the layers' rotary embedding, each [max_len, D], with D
+    features per head."""
     return table_of(LlamaRotaryEmbedding(config).to(device), (), dtype, device, max_len)

@@ -1,6 +1,6 @@
-"""A head with its weights: the interface for `PagedHead`, and the common part of heads made of
-decoder layers. Legend: T packed rows, H width of the head, F width of the features, Vd ids that it
-can propose.
+"""The network of a draft head: the interface that `PagedHead` uses, and the common part of heads
+that consist of decoder layers. Legend: T packed rows, H width of the head, F width of the features,
+Vd ids that the head can propose.
 """
 
 from typing import Any
@@ -19,9 +19,9 @@ from specdec_cli.models.split_products import SplitProducts
 
 
 class Head:
-    """The network of a head. embedding: the head's or the target's. norm: weight [H] of the final
-    norm, with its eps. head: the matrix of logits. ids: see `HeadWeights`. feeds_norm: whether the
-    next step reads hidden states after the final norm."""
+    """The network of a draft head, with its weights. embedding: the head's own or the target's.
+    norm, eps: the weight [H] and the epsilon of the final norm. head: the output matrix. ids: see
+    `HeadWeights`. feeds_norm: whether the next step reads hidden states after the final norm."""
 
     config: HeadSizes
     ids: Tensor | None = None
@@ -38,7 +38,7 @@ class Head:
 
     @property
     def held(self) -> list[Any]:
-        """All tensors that it holds, for `storages_of`."""
+        """All tensors that the head holds, for `storages_of`."""
         values = vars(self).values()
         return [x for value in values for x in (value if isinstance(value, list) else [value])]
 
@@ -47,40 +47,41 @@ class Head:
         return storages_of(self.held)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Hidden states [T, H] from the target's features [T, F], once for each true row."""
+        """Compute the head's input [T, H] from the target's features [T, F]. This is done once for
+        each accepted token; proposals read `fed_back` instead."""
         raise NotImplementedError
 
     def __call__(
         self, token_ids: Tensor, hidden: Tensor, batch: ForwardBatch, cache: KVCache
     ) -> ops.Normed:
-        """One pass over T rows, whose keys and values are written to `cache`.
+        """Run one pass over T rows and write their keys and values to `cache`.
 
-        token_ids: int64 [T], the tokens that the rows embed, in place of the batch's. hidden: [T,
-        H], from `fuse`, or from `fed_back` of the row before; [T, 0] for rows that read only a
-        token.
+        token_ids: int64 [T], the tokens that the rows embed, used instead of the batch's. hidden:
+        [T, H], from `fuse`, or from `fed_back` of the previous row; [T, 0] for rows that read only
+        a token.
         """
         raise NotImplementedError
 
     def normed(self, hidden: Tensor) -> ops.Normed:
-        """The result of `__call__`, recomputed from its hidden states [T, H]."""
+        """Recompute the result of `__call__` from its hidden states [T, H]."""
         return ops.Normed(hidden, ops.rms_norm(hidden, self.norm, self.eps), None, 0.0)
 
     def logits(self, x: ops.Normed) -> Tensor:
-        """Logits [T, Vd] of the head's own ids, for the token that each row decides."""
+        """Return logits [T, Vd] over the head's own ids, for the token that each row predicts."""
         return self.split.logits(x, self.head)
 
     def fed_back(self, x: ops.Normed) -> Tensor:
-        """The hidden states [T, H] that the next step reads instead of fused features."""
+        """Return the hidden states [T, H] that the next step reads instead of fused features."""
         if not self.feeds_norm:
             return x.hidden
         return x.scaled if x.squares is None else self.normed(x.hidden).scaled
 
 
 class LayeredHead(Head):
-    """A head with its own decoder layers, over this rank's part of its weights. fc: the projection
-    of the features. stack: the layers. max_len: the number of positions that passes may use, which
-    may exceed the config's context length. parallel: the ranks that share it; they make it
-    together. causal: see `ops.AttentionCall`.
+    """A head with its own decoder layers, holding this rank's part of the weights. fc: the
+    projection of the features. stack: the layers. max_len: the number of positions that passes may
+    use, which may exceed the config's context length. parallel: the ranks that share the head; they
+    must make it together. causal: see `ops.AttentionCall`.
     """
 
     def __init__(
@@ -111,7 +112,8 @@ class LayeredHead(Head):
         return [*super().held, *self.stack.held]
 
     def embedded(self, token_ids: Tensor, batch: ForwardBatch) -> tuple[ops.Normed, Tensor, Tensor]:
-        """Embeddings, normed for the first layer, and rows of the rotary tables."""
+        """Return the tokens' embeddings, normed for the first layer, and their rows of the rotary
+        tables."""
         first = self.stack.layers[0]
         return ops.embed(
             *(token_ids, batch.positions, self.embedding, self.cos, self.sin),

@@ -1,7 +1,7 @@
 """A head bound to a paged cache: features and token ids in, hidden states out.
 
-Keys and values of row t lie at position t, in the same blocks as the target's. Legend: B slots, Q
-rows of each, H width of the head, F width of the features.
+Keys and values of row t are stored at position t, in the same blocks as the target's. Legend: B
+slots, Q rows per slot, H width of the head, F width of the features.
 """
 
 import sys
@@ -29,10 +29,11 @@ from specdec_cli.models.prompt_passes import PromptGraphs, PromptPasses, Results
 class PagedHead:
     """Runs passes through `head`, keeping keys and values in `cache`.
 
-    carry: [num_blocks, H], the output of each sequence's last complete row, in the entry of the
-    block that holds the row's key. So it follows a sequence through slots, graphs and preemption,
-    and costs one vector a block. It has no rows if the head carries nothing. captured_width: tokens
-    of the largest captured prefill pass; 0 for none.
+    carry: [num_blocks, H], the output of each sequence's last complete row. Its index is the block
+    that holds the key of that row, so it moves with the sequence through slots, graphs and
+    preemption, and costs one vector per block. It is empty if the head carries nothing.
+    captured_width: the number of tokens in the largest prefill pass that is captured as a graph; 0
+    for none.
     """
 
     def __init__(self, head: Head, cache: KVCache, captured_width: int = sys.maxsize) -> None:
@@ -59,7 +60,7 @@ class PagedHead:
         self.carry = torch.zeros(shape, dtype=self.head.dtype, device=cache.device)
 
     def capture_prompts(self, graphs: PromptGraphs) -> None:
-        """Let `prefill` run among `graphs` from now on."""
+        """From now on, let `prefill` run its passes as CUDA graphs, which `graphs` captures."""
         if self._captured_width:
             sizes = self.cache.block_size, self._captured_width
             self._prompts = graphs.of(self.prompt_pass, *sizes)
@@ -72,9 +73,11 @@ class PagedHead:
 
     @torch.inference_mode()
     def forward(self, spans: list[Span], features: torch.Tensor) -> torch.Tensor:
-        """Write the rows of `spans`. Each sequence must contain the tokens that its rows embed.
+        """Run the head over `spans` and write their keys and values. Each sequence must contain the
+        tokens that its rows embed.
 
-        features: [T, F] of the same tokens. Returns hidden states [T, H].
+        features: [T, F], the target's features of the tokens in `spans`. Returns hidden states [T,
+        H].
         """
         batch = make_batch(spans, [0] * len(spans), self.cache.block_size, self.device)
         embedded = packed_ids(spans, self.head.config.shift)
@@ -84,7 +87,7 @@ class PagedHead:
 
     @torch.inference_mode()
     def prefill(self, spans: list[Span], features: torch.Tensor) -> None:
-        """Write the rows of `spans`, as `forward` does."""
+        """Run the head over `spans`, as `forward` does, without returning hidden states."""
         if self._prompts is None or not self._prompts.fits(spans):
             self.forward(spans, features)
         else:
@@ -93,13 +96,14 @@ class PagedHead:
     def prompt_pass(
         self, batch: ForwardBatch, kind: None, features: torch.Tensor | None
     ) -> Results:
-        """The body of `prefill`. The batch's ids are those of the tokens that the rows embed."""
+        """Run the pass of `prefill`. The token ids of the batch are those that the rows embed."""
         assert features is not None
         self._written(batch, features)
         return Results()
 
     def _written(self, batch: ForwardBatch, features: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, H] of true rows. The last one of each sequence is carried."""
+        """Run a pass over known tokens and return its hidden states [T, H]. The last one of each
+        sequence is kept in `carry`."""
         hidden = self._run(batch, self.head.fuse(features)).hidden
         if self.head.config.carries:
             # Rows without a sequence write to block 0, which is never read.
@@ -111,10 +115,10 @@ class PagedHead:
     def forward_slots(
         self, what: Rectangle, state: BatchState, inputs: torch.Tensor, *, fused: bool
     ) -> ops.Normed:
-        """Write the rows of every slot that `what` describes. Keys and values of padding go to
-        block 0. inputs: features [B, Q, F], or with `fused` hidden states [B, Q, H].
-        `what.token_ids` are the tokens that the rows embed. Returns B * Q rows; rows of padding are
-        meaningless.
+        """Run a padded pass over the rows of every slot that `what` describes. `what.token_ids` are
+        the tokens that the rows embed. inputs: features [B, Q, F], or with `fused` the head's input
+        [B, Q, H]. Keys and values of padding go to block 0. Returns B * Q rows, of which rows of
+        padding are meaningless.
         """
         batch, live = self._batch(what, state)
         rows = inputs.flatten(0, 1)
@@ -127,8 +131,9 @@ class PagedHead:
 
     @torch.inference_mode()
     def carry_on(self, state: BatchState, hidden: torch.Tensor, place: torch.Tensor) -> None:
-        """Keep the output of each slot's last complete row, at `place`. hidden: [B, Q, H], rows
-        from position length - shift on. place: int64 [B]; nothing is kept for places below 0.
+        """Store the output of each slot's last complete row in `carry`. hidden: [B, Q, H], the
+        outputs of the rows from position length - shift on. place: int64 [B], the index of the row
+        to store; nothing is stored for an index below 0.
         """
         at = place.clamp(min=0)
         rows = hidden.gather(1, at[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]
@@ -139,7 +144,8 @@ class PagedHead:
 
     @torch.inference_mode()
     def carried(self, state: BatchState) -> ops.Normed:
-        """The output of each slot's last complete row, [B, H]; zeros if it has none yet."""
+        """Return the output of each slot's last complete row, [B, H]; zeros if the slot has none
+        yet."""
         position = state.length - 2 - self._behind
         rows = self.carry[self._block_at(state, position)]
         return self.head.normed(rows.masked_fill((position < 0)[:, None], 0.0))
@@ -149,7 +155,8 @@ class PagedHead:
         return state.block_tables.gather(1, column[:, None])[:, 0].long()
 
     def _batch(self, what: Rectangle, state: BatchState) -> tuple[ForwardBatch, LiveRows | None]:
-        """A batch of all rows, or on a CPU of the live rows alone, with their places."""
+        """Return a batch of all rows and None, or on a CPU a batch of only the live rows and their
+        indices."""
         size, vocab = self.cache.block_size, self.head.config.vocab_size
         if self.device.type == "cpu":
             return live_batch(what, state, size, vocab)
@@ -160,7 +167,7 @@ class PagedHead:
 
 
 def _scattered(x: ops.Normed, places: torch.Tensor, count: int) -> ops.Normed:
-    """Rows of `x` at their places among `count`; zeros elsewhere."""
+    """Put the rows of `x` at the indices `places` of `count` rows. The other rows are zero."""
     if len(places) == count:
         return x
     assert x.squares is None, "norms are complete on a CPU"

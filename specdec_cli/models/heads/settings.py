@@ -1,4 +1,4 @@
-"""The settings of a head's layers, read from its config.json and checked. Reads no weights."""
+"""Read and check the settings of a head's layers in its config.json. Reads no weights."""
 
 import math
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ _DEFAULT_ROPE_BASE = 10000.0  # for heads without rope_theta, with any target
 
 @contextmanager
 def reading(noun: str, name: str) -> Iterator[None]:
-    """Turns errors of reading a head's config.json during the block into `SetupError`."""
+    """Turn errors that occur while the block reads a head's config.json into `SetupError`."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, LookupError) as problem:
@@ -31,8 +31,8 @@ def reading(noun: str, name: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class HeadSettings:
-    """A head's config.json, `raw`, and the part that describes its layers, `body`. All methods
-    raise a `SetupError` that names the key."""
+    """The settings in a head's config.json. raw: the whole file. body: the part that describes the
+    layers. All methods raise a `SetupError` that names the key of a bad value."""
 
     noun: str
     name: str
@@ -53,19 +53,19 @@ class HeadSettings:
 
     @property
     def quantisation(self) -> Settings | None:
-        """The settings of matrices stored in few bits; None for plain ones."""
+        """The settings of quantised matrices; None if all are plain."""
         if not (found := self.raw.get("quantization_config")):
             return None
         if not isinstance(found, dict):
             raise self.bad("quantization_config", found, "it must be a mapping")
         method = found.get("quant_method")
         if not isinstance(method, str) or method not in FORMATS:
-            told = f"{', '.join(sorted(FORMATS))} are built"
+            told = f"{', '.join(sorted(FORMATS))} are supported"
             raise self.bad("quantization_config.quant_method", method, told)
         return found
 
     def common(self) -> dict[str, Any]:
-        """The fields of a `HeadConfig` that all kinds read in the same way."""
+        """Return the fields of a `HeadConfig` that all kinds of head read in the same way."""
         layers, raw = self.layers(), self.raw
         return {
             "name": self.name,
@@ -78,14 +78,14 @@ class HeadSettings:
         }
 
     def nested(self) -> dict[str, Any]:
-        """The part of a speculators config that describes the layers."""
+        """Return the part of a speculators config that describes the layers."""
         body = self.raw.get("transformer_layer_config")
         if not isinstance(body, dict) or not body:
             raise self.bad("transformer_layer_config", body, "a layer's settings are missing")
         return body
 
     def layers(self) -> Any:
-        """transformers' config of the layers."""
+        """Return transformers' config of the layers."""
         body = self.body
         hidden, heads = self.count(body, "hidden_size"), self.count(body, "num_attention_heads")
         if "head_dim" not in body and hidden % heads:
@@ -95,10 +95,10 @@ class HeadSettings:
         if heads % kv_heads:
             raise self.bad("num_key_value_heads", kv_heads, f"it does not divide {heads}")
         if head_dim % 2:
-            raise self.bad("head_dim", head_dim, "rotary embeddings turn pairs")
+            raise self.bad("head_dim", head_dim, "rotary embeddings rotate pairs of features")
         activation = body.get("hidden_act", "silu")
         if activation not in _ACTIVATIONS:
-            raise self.bad("hidden_act", activation, "silu and gelu_pytorch_tanh are built")
+            raise self.bad("hidden_act", activation, "silu and gelu_pytorch_tanh are supported")
         # transformers would refuse heads that do not divide the width.
         found = CONFIGS[body["model_type"]](
             hidden_size=heads * head_dim,
@@ -118,21 +118,24 @@ class HeadSettings:
         return found
 
     def _rope(self) -> dict[str, Any]:
-        """transformers' `rope_parameters`, from the key of that name or the two older keys."""
+        """Return transformers' `rope_parameters`, from the key of that name or from the older keys
+        `rope_scaling` and `rope_theta`."""
         body = self.body
         stored = body.get("rope_parameters") or body.get("rope_scaling") or {}
         if not isinstance(stored, dict):
             raise self.bad("rope_scaling", stored, "it must be a mapping")
         for kind in ("full_attention", "sliding_attention"):
             if isinstance(stored.get(kind), dict):
-                raise self.bad("rope_parameters", kind, "one embedding for all layers is built")
+                raise self.bad(
+                    "rope_parameters", kind, "only one embedding for all layers is supported"
+                )
         rope = dict(stored)
         kind = rope.pop("type", None)
         rope["rope_type"] = rope.get("rope_type") or kind or "default"
         if rope["rope_type"] not in _ROPES or "mrope_section" in rope:
-            raise self.bad("rope_type", rope["rope_type"], f"{', '.join(_ROPES)} are built")
+            raise self.bad("rope_type", rope["rope_type"], f"{', '.join(_ROPES)} are supported")
         if rope.get("partial_rotary_factor", body.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise self.bad("partial_rotary_factor", "…", "partly rotated heads are not built")
+            raise self.bad("partial_rotary_factor", "…", "partly rotated heads are not supported")
         base = rope.get("rope_theta", body.get("rope_theta"))
         base = _DEFAULT_ROPE_BASE if base is None else base
         if type(base) not in (int, float) or not 0 < base < math.inf:
@@ -147,7 +150,7 @@ class HeadSettings:
         return float(eps)
 
     def count(self, settings: dict[str, Any], key: str, default: int | None = None) -> int:
-        """A positive number; `default` where the key is missing or null."""
+        """Return a positive number, or `default` if the key is missing or null."""
         value = settings.get(key)
         if value is None and default is not None:
             return default
@@ -156,13 +159,13 @@ class HeadSettings:
         return value
 
     def token_id(self, key: str, value: object) -> int:
-        """A value that is one of the vocabulary's ids."""
+        """Return `value`, which must be one of the vocabulary's ids."""
         if type(value) is not int or not 0 <= value < self.vocab_size:
             raise self.bad(key, value, f"it must be one of {self.vocab_size} ids")
         return value
 
     def flag(self, key: str) -> bool:
-        """A value of `raw` that is true or false; false where it is missing."""
+        """Return a value of `raw` that is true or false. A missing key counts as false."""
         value = self.raw.get(key)
         if value is not None and type(value) is not bool:
             raise self.bad(key, value, "it must be true or false")

@@ -1,7 +1,7 @@
-"""The settings of a DFlash or DSpark drafter, read from any form of config that tools write.
+"""Read the settings of a DFlash or DSpark drafter, from each form of config that tools write.
 
-z-lab and SpecForge write a flat qwen3 config with `dflash_config`, speculators a nested
-`transformer_layer_config`. DeepSpec writes all keys at top level.
+z-lab and SpecForge write a flat qwen3 config with a section `dflash_config`. speculators puts the
+layers' settings into `transformer_layer_config`. DeepSpec writes all keys at the top level.
 """
 
 import re
@@ -18,20 +18,22 @@ from specdec_cli.models.heads.settings import HeadSettings, reading
 from specdec_cli.recipe.choices.forms import DSPARK, first_seen, speculator
 from specdec_cli.text import shown
 
-# The keys are copied from the target's config, and layers are qwen3's.
+# The accepted values of `model_type`. It may be copied from the target's config; the layers are
+# always qwen3's.
 _KINDS = "qwen3", "llama", None
 _HARMLESS = re.compile(r"(^|[.])rotary_emb[.]|^verifier_")
 MARKOV_EMBEDDING, MARKOV_OUT = (f"markov_head.markov_w{i}.weight" for i in (1, 2))
-# The projection in Markov types that also read the row.
+# The projection of the Markov types that read the hidden state as well as the previous token.
 MARKOV_JOINT = {"gated": "markov_head.gate_proj", "rnn": "markov_head.joint_proj"}
 CONFIDENCE = "confidence_head.proj"
-# The shape of that projection, by rank and row width; empty without one.
+# The shape of that projection, as a function of the rank and the hidden width; empty for a type
+# without one.
 MARKOV_TYPES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "vanilla": lambda rank, width: (),
     "gated": lambda rank, width: (rank, width + rank),
     "rnn": lambda rank, width: (3 * rank, 2 * rank + width),
 }
-# Keys for network variants of some tools, with the values that mean the plain form.
+# Keys that select variants of the network in some tools, with the values that mean the plain form.
 _OFF = "use_swa", "causal", "is_causal", "shift_label", "add_swa_attention_sink_bias"
 _SCALES = "attention_value_scale", "input_embedding_scale", "output_multiplier"
 _VARIANTS: dict[str, tuple[Any, ...]] = {
@@ -46,13 +48,14 @@ _VARIANTS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DFlashConfig(HeadConfig):
-    """The settings of a drafter, DSpark's included. block_size: rows of a pass in training.
-    mask_id: the token that rows without a known token embed. layer_ids: layers of the target whose
-    inputs are read, counted as hidden states; None if the config names none. anchor_predicts:
-    whether the row of the last known token decides the next one; otherwise each row decides the
-    token at its own place. keeps_width: whether all passes have the trained width. markov_rank: r,
-    0 without a Markov head. markov_type: its type, one of MARKOV_TYPES. confidence_width: the
-    number of values that the confidence head reads, 0 without one.
+    """The settings of a DFlash or DSpark drafter. block_size: the number of rows of a pass in
+    training. mask_id: the mask token, which rows embed whose token is not known yet. layer_ids: the
+    target's layers whose inputs are read, numbered as hidden states; None if the config names none.
+    anchor_predicts: whether the row of the last known token predicts the next token, and each
+    further row the token after its own; otherwise each row predicts its own token. keeps_width:
+    whether all passes have `block_size` rows. markov_rank: r; 0 without a Markov head. markov_type:
+    the type of Markov head, one of MARKOV_TYPES. confidence_width: the number of values that the
+    confidence head reads; 0 without one.
     """
 
     noun: ClassVar[str] = "DFlash drafter"
@@ -77,14 +80,14 @@ class DFlashConfig(HeadConfig):
         return self.confidence_width > 0
 
     def rows_for(self, k: int) -> int:
-        """The number of rows of the pass that drafts k tokens."""
+        """Return the number of rows in the pass that drafts k tokens."""
         if self.keeps_width:
             return self.block_size
         return k if self.anchor_predicts else k + 1
 
     @property
     def num_features(self) -> int:
-        """The number of hidden states of the target that it reads."""
+        """The number of the target's hidden states that the drafter reads."""
         return len(self.windows) if self.layer_ids is None else len(self.layer_ids)
 
     @property
@@ -95,7 +98,7 @@ class DFlashConfig(HeadConfig):
         return {"block": told + rank * (self.markov_rank > 0)}
 
     def key_values(self) -> list[list[str]]:
-        """The names of each layer's matrices that read the context."""
+        """Return the names of each layer's key and value projections, which read the context."""
         own = [f"layers.{i}.self_attn." for i in range(len(self.windows))]
         return [[f"{layer}{x}_proj.weight" for x in "kv"] for layer in own]
 
@@ -131,15 +134,16 @@ class DFlashConfig(HeadConfig):
         return found
 
     def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """The target's hidden states that the drafter reads, as transformers counts them. Raises
-        `SetupError` for layers that do not exist, and for the last layer, whose output is
+        """Return the target's hidden states that the drafter reads, as transformers numbers them.
+        Raises `SetupError` for layers that do not exist, and for the last layer, whose output is
         normed."""
         last, found = num_target_layers, self.layer_ids
         if found is None:
             count = self.num_features
             found = (last // 2 + 1,)
             if count > 1:
-                # As z-lab's code: Python rounds halves to even numbers, and the 1 inside decides.
+                # As in z-lab's code: the 1 inside `round` matters, because Python rounds halves to
+                # even numbers.
                 found = tuple(1 + round(1 + i * (last - 4) / (count - 1)) for i in range(count))
         if sorted(set(found)) != list(found) or not 0 <= found[0] <= found[-1] < last:
             raise SetupError(
@@ -153,14 +157,15 @@ class DFlashConfig(HeadConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DSparkConfig(DFlashConfig):
-    """The same settings, with a different name in messages."""
+    """The settings of a DSpark drafter, which differ from DFlash's only in the name for
+    messages."""
 
     noun: ClassVar[str] = "DSpark drafter"
 
 
 def read_dflash_config(name: str, folder: Path) -> DFlashConfig:
-    """The settings of the drafter in `folder`. Raises `SetupError` for settings that are impossible
-    or not built."""
+    """Read the settings of the drafter in `folder`. Raises `SetupError` for impossible or
+    unsupported settings."""
     raw = config_file(name, folder)
     kind = DFlashConfig if first_seen(DSPARK, raw) is None else DSparkConfig
     with reading(kind.noun, name):
@@ -170,17 +175,17 @@ def read_dflash_config(name: str, folder: Path) -> DFlashConfig:
 def _read(kind: type[DFlashConfig], name: str, raw: dict[str, Any]) -> DFlashConfig:
     is_nested = first_seen(speculator("dflash", "dspark"), raw) is not None
     is_dspark = kind is DSparkConfig
-    # Keys of the kind are in either place. A key that is null counts as absent.
+    # The drafter's own keys may be in either place. A key that is null counts as missing.
     places = raw, raw.get("dflash_config") or {}
     own = {key: value for keys in places for key, value in keys.items() if value is not None}
     settings = HeadSettings(kind.noun, name, own, raw)
     body = settings.nested() if is_nested else raw
     settings, told = replace(settings, body=body | {"model_type": "qwen3"}), body.get("model_type")
     if told not in _KINDS:
-        raise settings.bad("model_type", told, "layers of qwen3 are built")
+        raise settings.bad("model_type", told, "layers of qwen3 are supported")
     for key, plain in _VARIANTS.items():
         if key in own and own[key] not in plain:
-            raise settings.bad(key, own[key], "that variant of the net is not built")
+            raise settings.bad(key, own[key], "that variant of the network is not supported")
     _refuse_windows(settings)
     common = settings.common()
     layer = common["body"]
@@ -202,9 +207,9 @@ def _read(kind: type[DFlashConfig], name: str, raw: dict[str, Any]) -> DFlashCon
 
 
 def _refuse_windows(settings: HeadSettings) -> None:
-    """Raise `SetupError` unless all layers attend to everything. Without `layer_types`, layers from
-    `max_window_layers` on slide if two keys say so."""
-    body, told = settings.body, "layers that slide are not built"
+    """Raise `SetupError` if a layer has a sliding window. Without `layer_types`, layers from
+    `max_window_layers` on have one if `use_sliding_window` and `sliding_window` are set."""
+    body, told = settings.body, "layers with a sliding window are not supported"
     if set(types := body.get("layer_types") or ()) - {"full_attention"}:
         raise settings.bad("layer_types", types, told)
     if not types and body.get("use_sliding_window") and body.get("sliding_window"):
@@ -214,8 +219,9 @@ def _refuse_windows(settings: HeadSettings) -> None:
 
 
 def _layer_ids(settings: HeadSettings, is_nested: bool, is_dspark: bool) -> tuple[int, ...] | None:
-    """The layers of the target whose inputs are read. speculators names these layers, and other
-    tools name the layers whose outputs are read. DeepSpec's layer -1 stands for the embedding."""
+    """Return the target's layers whose inputs are read, or None if the config names none.
+    speculators names these layers themselves. Other tools name the layers whose outputs are read,
+    and DeepSpec's layer -1 stands for the embedding."""
     key = "aux_hidden_state_layer_ids" if is_nested else "target_layer_ids"
     ids, least = settings.raw.get(key), 0 if is_nested or not is_dspark else -1
     # DeepSpec always names them; its configs have no `dflash_config`.
@@ -227,14 +233,14 @@ def _layer_ids(settings: HeadSettings, is_nested: bool, is_dspark: bool) -> tupl
 
 
 def _heads(settings: HeadSettings, is_nested: bool, width: int) -> dict[str, Any]:
-    """The Markov head's rank and type, and the width of the confidence head's input."""
+    """Read the Markov head's rank and type, and the width of the confidence head's input."""
     own = settings.raw
     rank = own.get("markov_rank", 256 if is_nested else 0)
     if type(rank) is not int or rank < 0:
         raise settings.bad("markov_rank", rank, "it must be a number")
     kind = own.get("markov_head_type") or "vanilla"
     if not isinstance(kind, str) or kind not in MARKOV_TYPES:
-        raise settings.bad("markov_head_type", kind, f"{', '.join(MARKOV_TYPES)} are built")
+        raise settings.bad("markov_head_type", kind, f"{', '.join(MARKOV_TYPES)} are supported")
     if type(alpha := own.get("confidence_head_alpha", 0)) not in (int, float):
         raise settings.bad("confidence_head_alpha", alpha, "it must be a number")
     key, both = "enable_confidence_head", "confidence_head_with_markov"

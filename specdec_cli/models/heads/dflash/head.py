@@ -1,11 +1,12 @@
-"""The arithmetic of a DFlash drafter, in the kernels of fused layers.
+"""The forward pass of a DFlash drafter, in the kernels of fused layers.
 
-The context's keys and values are computed from the target's features: every layer projects the same
-normalised projection of them. Rows of a block pass through the layers and attend to the context and
-each other. A DSpark drafter has two small heads, which read the token before the one that they
-judge. The Markov head adds to the logits of a row. The confidence head gives the chance that its
-token is accepted. Legend: T packed rows, B rows of a step, H width of the drafter, F of the
-features, r rank, V ids of the target, Vd of the drafter.
+The keys and values of the context come from the target's features: these are projected and
+normalised once, and every layer projects the result to its own keys and values. The rows of a block
+pass through the layers and attend to the context and to each other. A DSpark drafter also has two
+small heads, which read the previous token. The Markov head adds to the logits of a token, and the
+confidence head estimates the chance that the token is accepted. Legend: T packed rows, B rows of a
+step, H width of the drafter, F width of the features, r rank, V ids of the target, Vd ids of the
+drafter.
 """
 
 from collections.abc import Mapping
@@ -30,9 +31,10 @@ from specdec_cli.models.heads.net import LayeredHead
 
 
 class Judged(NamedTuple):
-    """The output for one token. added: [B, Vd], added to the logits; None without a Markov head.
-    confidence: fp32 [B] from 0 to 1; None without a confidence head. memory: [B, r], for the next
-    token; None if the head keeps none."""
+    """The output of the Markov and confidence heads for one token of each block. added: [B, Vd], to
+    be added to the logits; None without a Markov head. confidence: fp32 [B], from 0 to 1; None
+    without a confidence head. memory: [B, r], the state of an rnn Markov head for the next token;
+    None for the other types."""
 
     added: Tensor | None
     confidence: Tensor | None
@@ -60,9 +62,9 @@ class MarkovHead:
         return [*own, self.joint_bias, self.confidence_bias]
 
     def __call__(self, h: Tensor, before: Tensor, memory: Tensor | None) -> Judged:
-        """Judge the token that each row of h, [B, H] and normed, decides. before: int64 [B], the
-        target's id of the token before it. memory: the memory after that token; None for a block's
-        first token.
+        """Compute the heads' output for one token of each block. h: [B, H], the normed hidden
+        states that predict it. before: int64 [B], the previous tokens as ids of the target. memory:
+        `Judged.memory` for the previous tokens; None for a block's first token.
         """
         e = None if self.embedding is None else self.embedding[before]
         confidence = None
@@ -123,7 +125,7 @@ class DFlashHead(LayeredHead):
         return [*super().held, *(weight for weight, _ in self.key_values), *markov]
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The context [T, H] from the target's features [T, F], once for all layers."""
+        """Compute the context [T, H] from the target's features [T, F]. All layers read it."""
         return ops.rms_norm(
             ops.linear(features.to(self.dtype), self.fc), self.hidden_norm, self.eps
         )
@@ -131,9 +133,9 @@ class DFlashHead(LayeredHead):
     def __call__(
         self, token_ids: Tensor, hidden: Tensor, batch: ForwardBatch, cache: KVCache
     ) -> ops.Normed:
-        """Write keys and values of T rows. `hidden` [T, H] is context, and is returned. For [T, 0]
-        the rows belong to blocks: they embed `token_ids`, int64 [T], and pass through the
-        layers."""
+        """Write the keys and values of T rows. If `hidden` is [T, H], it is context, and is
+        returned unchanged. If it is [T, 0], the rows belong to blocks: they embed `token_ids`,
+        int64 [T], and pass through the layers."""
         if not hidden.shape[1]:
             return self.stack.run(self.embedded(token_ids, batch), batch, cache)
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]

@@ -1,4 +1,4 @@
-"""The settings of an EAGLE-3 head, read from any form of config in which heads are published.
+"""Read the settings of an EAGLE-3 head, from each form of config in which heads are published.
 
 SafeAILab and SpecForge write a flat llama config, to which Model-Optimizer adds `eagle_config`.
 speculators has `transformer_layer_config`. DeepSpec adds `target_layer_ids` to the target's config.
@@ -29,14 +29,15 @@ _HARMLESS = re.compile(r"(^|[.])rotary_emb[.]|^verifier_(norm|lm_head)[.]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config(HeadConfig):
-    """A head's settings from its config, with those in `overridden` replaced. aux_ids: the config's
-    ids of the target's layers; None if it has none. ids_key: the key that names them.
-    takes_embedding: whether to use the target's embedding instead of its own. counting: whether an
-    id means a layer's input or its output. norm_before_residual: whether the first residual is the
-    normed hidden state. norm_before_fc: whether one norm is applied to all features. fc_norm:
-    whether each layer's features have their own norm. feeds_norm: whether the next step reads the
-    hidden state after the final norm. ties_head: whether the embedding serves as the head. is_wide:
-    whether every layer reads the embedding; otherwise only the first does."""
+    """The settings of an EAGLE-3 head. `overridden` replaces some of them by a recipe's. aux_ids:
+    the ids of the target's layers in the config; None if it has none. ids_key: the config's key for
+    them. takes_embedding: whether to use the target's embedding instead of the head's own.
+    counting: whether an id means the input or the output of its layer. norm_before_residual:
+    whether the first residual is the normed hidden state. norm_before_fc: whether one norm is
+    applied to all features together. fc_norm: whether each layer's features have their own norm.
+    feeds_norm: whether the next step reads the hidden state after the final norm. ties_head:
+    whether the embedding is also the output matrix. is_wide: whether every layer reads the
+    embedding; otherwise only the first does."""
 
     noun: ClassVar[str] = "EAGLE-3 head"
 
@@ -62,12 +63,13 @@ class Eagle3Config(HeadConfig):
         return self.num_aux * self.target_hidden_size if has_norms else 0
 
     def width_read(self, layer: int) -> int:
-        """The width is 2 * H for a layer that reads embedding and hidden state."""
+        """Return 2 * H for a layer that reads embedding and hidden state, and H for others."""
         return self.hidden_size * (2 if layer == 0 or self.is_wide else 1)
 
     def renamed(self, name: str) -> str | None:
-        """Names are those of speculators and Model-Optimizer. SafeAILab and SpecForge call the
-        first layer `midlayer`."""
+        """Return the name in `shapes` of a checkpoint's tensor, or None if the tensor is not
+        needed. The names in `shapes` are those of speculators and Model-Optimizer. SafeAILab and
+        SpecForge call the first layer `midlayer`."""
         own = _MIDDLE.sub("layers.0.", name.removeprefix("model."))
         is_tied = own == HEAD and self.ties_head
         is_taken = own == EMBEDDING and self.takes_embedding
@@ -91,8 +93,8 @@ class Eagle3Config(HeadConfig):
         return found
 
     def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """The target's hidden states that the head reads, as transformers counts them. Raises
-        `SetupError` for layers that do not exist, and for the last layer, whose output is
+        """Return the target's hidden states that the head reads, as transformers numbers them.
+        Raises `SetupError` for layers that do not exist, and for the last layer, whose output is
         normed."""
         n = num_target_layers
         found: tuple[int, ...] = (2, n // 2, n - 3)
@@ -113,8 +115,9 @@ class Eagle3Config(HeadConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PEagleConfig(Eagle3Config):
-    """A head that drafts all tokens in one pass. mask_id: the token that rows of masks embed; they
-    read `mask_hidden` instead of features. most_drafted: tokens of the longest round."""
+    """The settings of a P-EAGLE head, which drafts all tokens of a round in one pass. mask_id: the
+    mask token, which rows embed whose token is not known yet; they read `mask_hidden` instead of
+    features. most_drafted: the maximum number of proposals in a round."""
 
     noun: ClassVar[str] = "P-EAGLE head"
     carries: ClassVar[bool] = False
@@ -133,14 +136,14 @@ class PEagleConfig(Eagle3Config):
 
     @property
     def sizes_held(self) -> dict[str, int]:
-        """The size of the fused row of masks."""
+        """`mask_hidden` is kept after `Head.fuse`, which makes H values of it."""
         return {"mask_hidden": self.hidden_size}
 
     def passes(self, k: int) -> Passes:
         return Passes(1, k + 1)
 
     def carried_bytes(self, itemsize: int) -> int:
-        """Bytes of the rows that may wait for a round's pass, and of their count."""
+        """Return the bytes of the rows that may wait for a round's pass, and of their number."""
         return (self.most_drafted + 1) * self.hidden_size * itemsize + 8
 
 
@@ -148,8 +151,8 @@ Config = TypeVar("Config", bound=Eagle3Config)
 
 
 def overridden(config: Config, keys: Eagle3Keys, num_target_layers: int) -> Config:
-    """The config with the layers that a recipe chooses. Raises a `UsageError` with the key for
-    wrong layers."""
+    """Return the config with the target's layers that a recipe chooses instead. Raises a
+    `UsageError` that names the key if these do not fit."""
     others = tuple(other for other in config.others if "counting" not in other.changes)
     ids, own = config.aux_ids, {"aux_ids": config.aux_ids, "counting": config.counting}
     named = "no layers" if ids is None else f"{shown(list(ids))} as {config.counting} of layers"
@@ -180,8 +183,8 @@ def overridden(config: Config, keys: Eagle3Keys, num_target_layers: int) -> Conf
 
 
 def read_head_config(name: str, folder: Path) -> Eagle3Config:
-    """The settings of the head in `folder`. Raises `SetupError` for a head of a different kind, or
-    with unsupported settings."""
+    """Read the settings of the head in `folder`. Raises `SetupError` for a head of a different
+    kind, or with unsupported settings."""
     raw = config_file(name, folder)
     dialect = dialect_of(raw)
     if dialect is None:
@@ -194,7 +197,7 @@ def read_head_config(name: str, folder: Path) -> Eagle3Config:
 
 
 def read_peagle_config(name: str, folder: Path) -> PEagleConfig:
-    """The settings of the P-EAGLE head in `folder`. Raises as `read_head_config` does."""
+    """Read the settings of the P-EAGLE head in `folder`. Raises as `read_head_config` does."""
     raw = config_file(name, folder)
     is_nested = first_seen(speculator("peagle", "eagle3"), raw) is not None
     others: Dialect = "model-optimizer" if raw.get("eagle_config") else "flat"
@@ -205,7 +208,7 @@ def read_peagle_config(name: str, folder: Path) -> PEagleConfig:
 def _read(
     kind: type[Config], dialect: Dialect, name: str, raw: dict[str, Any], **own: Any
 ) -> Config:
-    """Read a head's settings. own: further fields of its kind."""
+    """Read a head's settings. kind: the class to return. own: further fields of that class."""
     settings = HeadSettings(kind.noun, name, raw, raw)
     with reading(kind.noun, name):
         _refuse_other_kinds(settings)
@@ -240,11 +243,11 @@ def _refuse_other_kinds(settings: HeadSettings) -> None:
     if nested.get("use_aux_hidden_state") is False:
         raise settings.bad("eagle_config.use_aux_hidden_state", False, "it is not an EAGLE-3 head")
     if (steps := nested.get("parallel_draft_step") or 1) != 1:
-        raise settings.bad("eagle_config.parallel_draft_step", steps, "only 1 is built")
+        raise settings.bad("eagle_config.parallel_draft_step", steps, "only 1 is supported")
 
 
 def _body(settings: HeadSettings, dialect: Dialect) -> dict[str, Any]:
-    """The settings of the layers."""
+    """Return the settings of the layers, with a supported `model_type`."""
     raw = settings.raw
     body = settings.nested() if dialect == "speculators" else raw
     kind = body.get("model_type", "llama")
@@ -253,15 +256,15 @@ def _body(settings: HeadSettings, dialect: Dialect) -> dict[str, Any]:
     if kind not in CONFIGS and body is raw and "LlamaForCausalLMEagle3" in classes:
         kind = "llama"
     if kind not in CONFIGS:
-        raise settings.bad("model_type", kind, f"{' and '.join(CONFIGS)} are built")
+        raise settings.bad("model_type", kind, f"{' and '.join(CONFIGS)} are supported")
     return body | {"model_type": kind}
 
 
 def _aux_ids(
     settings: HeadSettings, dialect: Dialect
 ) -> tuple[str, tuple[int, ...] | None, Counting]:
-    """The key of the config's ids, the ids, and their meaning: a layer's input, as in vLLM and
-    speculators, or its output, as in Model-Optimizer, SGLang and DeepSpec."""
+    """Return the config's key for layer ids, the ids, and their meaning: a layer's input, as in
+    vLLM and speculators, or its output, as in Model-Optimizer, SGLang and DeepSpec."""
     counting: Counting = "inputs"
     raw = settings.raw
     key, ids = _AUX_IDS, raw.get(_AUX_IDS)
@@ -284,7 +287,7 @@ def _windows(settings: HeadSettings, layers: int) -> tuple[int, ...]:
     kinds = body.get("layer_types") or ["full_attention"] * layers
     if len(kinds) < layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise settings.bad("layer_types", kinds, f"it must name attention of {layers} layers")
-    # qwen3 has windows only if two keys say so.
+    # Layers of qwen3 have windows only if `use_sliding_window` is true as well.
     is_used = body.get("use_sliding_window", body["model_type"] != "qwen3")
     if "sliding_attention" not in kinds[:layers] or not is_used:
         return (0,) * layers

@@ -1,9 +1,10 @@
-"""The arithmetic of an EAGLE-3 head, in the kernels of fused layers.
+"""The forward pass of an EAGLE-3 head, in the kernels of fused layers.
 
-The first layer reads the embedding of the next token and the hidden state of each row, both normed:
-2 * H numbers. Further layers are plain, except in DeepSpec's heads. True rows of a P-EAGLE head
-wait for the next round's pass, which takes them and the rows of masks after them. Legend: T packed
-rows, B slots, W rows that may wait, H width of the head, F width of the features.
+The first layer reads 2 * H values per row: the embedding of the next token and the hidden state,
+both normed. Further layers are plain, except in DeepSpec's heads. A P-EAGLE head does not run over
+accepted tokens at once. Their rows wait for the pass of the next round, which runs over them and
+the rows of mask tokens after them. Legend: T packed rows, B slots, W maximum number of waiting
+rows, H width of the head, F width of the features.
 """
 
 from typing import NamedTuple
@@ -24,7 +25,8 @@ from specdec_cli.models.heads.paged import PagedHead
 
 
 class Eagle3Head(LayeredHead):
-    """A head's passes. mask_hidden: [1, H], which rows of masks read instead of fused features."""
+    """The network of an EAGLE-3 head. mask_hidden: [1, H], read by rows of mask tokens instead of
+    fused features; None if the head has no masks."""
 
     config: Eagle3Config
 
@@ -64,7 +66,8 @@ class Eagle3Head(LayeredHead):
         embeds, cos, sin = self.embedded(token_ids, batch)
 
         def beside(index: int, x: ops.Normed) -> ops.Normed:
-            """The embedding and the stream `x`, both normed, as the input of a wide layer."""
+            """Return the input of layer `index`: for a wide layer the embedding and the stream `x`,
+            both normed, and `x` alone for other layers."""
             layer, norm = self.stack.layers[index], self.hidden_norms[index]
             if norm is None:
                 return x
@@ -81,18 +84,19 @@ class Eagle3Head(LayeredHead):
 
 
 class Waiting(NamedTuple):
-    """Rows that wait for the next pass. rows: [B, W, H], fused features of each slot's last true
-    rows. The first `counts` of them are valid. counts: int64 [B], 0..W."""
+    """The rows of each slot that wait for the next pass. rows: [B, W, H], fused features of the
+    slot's last accepted tokens; the first `counts` of them are valid. counts: int64 [B], from 0 to
+    W."""
 
     rows: torch.Tensor
     counts: torch.Tensor
 
 
 class WaitingHead(PagedHead):
-    """Keeps rows [num_blocks, W, H] and counts, int64 [num_blocks], as in `Waiting`. A sequence's
-    entry is that of the block that holds its last row's key. So they follow a sequence as
-    `PagedHead.carry` does. The last row of a prompt waits too, since its output is still to be
-    read."""
+    """A P-EAGLE head over a paged cache. It keeps `rows` [num_blocks, W, H] and `counts`, int64
+    [num_blocks], as in `Waiting`. A sequence's entry has the index of the cache block that holds
+    the key of its last row, so it moves with the sequence, as `PagedHead.carry` does. The last row
+    of a prompt waits too, because its output is still to be read."""
 
     def use(self, cache: KVCache) -> None:
         super().use(cache)
@@ -117,12 +121,13 @@ class WaitingHead(PagedHead):
 
     @torch.inference_mode()
     def keep(self, state: BatchState, features: torch.Tensor, last: torch.Tensor) -> None:
-        """Store the rows up to `last` of each slot, int64 [B], for the next pass; none if it is
-        below 0. features: [B, Q, F], from the row at position length - 1 on.
+        """Store rows of each slot for the next pass. features: [B, Q, F], for the rows from
+        position length - 1 on. last: int64 [B], the index of a slot's last row to store; no row is
+        stored if it is below 0.
         """
         count, width = features.shape[:2]
         rows = features.flatten(0, 1)
-        if self.device.type == "cpu":  # only true rows
+        if self.device.type == "cpu":  # fuse only the rows that are stored
             is_true = (torch.arange(width) <= last[:, None]) & state.active[:, None]
             places = is_true.flatten().nonzero()[:, 0]
             fused = torch.zeros(len(rows), self.rows.shape[2], dtype=self.head.dtype)
@@ -137,8 +142,8 @@ class WaitingHead(PagedHead):
 
     @torch.inference_mode()
     def waiting(self, state: BatchState, most: int) -> Waiting:
-        """The waiting rows of each slot, up to `most`. There are none before a text's second
-        token."""
+        """Return the waiting rows of each slot, at most `most`. There are none before a text's
+        second token."""
         position = state.length - 2
         blocks = self._block_at(state, position)
         # A slot without a sequence may have an entry from another run.

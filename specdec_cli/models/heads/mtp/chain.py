@@ -1,6 +1,7 @@
-"""Several MTP modules; each reads the hidden states of the previous module. Row t of module i is
-complete i tokens later than row t of the first. All modules keep their keys in one cache, one layer
-each. Legend: T rows, B slots, Q rows of each, H width of the target.
+"""A chain of MTP modules, in which each module reads the hidden states of the previous one. Row t
+of module i embeds token t + 1 + i, so it is complete i tokens later than row t of the first module.
+All modules share one cache, and each has one layer in it. Legend: T rows, B slots, Q rows per slot,
+H width of the target.
 """
 
 import torch
@@ -11,7 +12,8 @@ from specdec_cli.models.heads.paged import PagedHead
 
 
 class MtpChain:
-    """The modules of a target, run one after another. heads: each of them, over one cache."""
+    """The MTP modules of a target, run one after another. heads: the modules, which share one
+    cache."""
 
     def __init__(self, heads: list[PagedHead]) -> None:
         self.heads, self.cache = heads, heads[0].cache
@@ -30,18 +32,20 @@ class MtpChain:
             one.clear()
 
     def fed(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The input of the module after `index`, from the hidden states [T, H] of module
+        """Return the input [T, H] of module `index` + 1, given the hidden states [T, H] of module
         `index`."""
         head = self.heads[index].head
         return head.fed_back(head.normed(hidden))
 
     @torch.inference_mode()
     def prefill(self, spans: list[Span], features: torch.Tensor) -> None:
-        """Write the rows that tokens of prompts complete. features: [T, H] of these tokens."""
+        """Run all modules over the rows that the prompt tokens in `spans` complete. features: [T,
+        H], the target's hidden states of these tokens."""
         for index, one in enumerate(self.heads):
             if not spans:
                 return
-            # The next module begins with the previous complete row.
+            # The next module starts one row earlier, so it also reads this module's last row before
+            # the span.
             before = self._carried_before(index, spans)
             hidden = one.forward(spans, features)
             states = self.fed(index, hidden).split([span.length for span in spans])
@@ -56,8 +60,8 @@ class MtpChain:
             spans, features = found, torch.cat(rows) if rows else features[:0]
 
     def _carried_before(self, index: int, spans: list[Span]) -> list[torch.Tensor]:
-        """The hidden state [1, H] for each span that the row before it carries into its first row,
-        in the form in which head `index` reads it."""
+        """Return, for each span, the output of module `index` for the row before the span, [1, H],
+        in the form in which the next module reads it."""
         one, size = self.heads[index], self.cache.block_size
         blocks = [s.seq.block_table[max(0, s.start - 1) // size] for s in spans]
         rows = one.carry[torch.tensor(blocks, device=one.device)]

@@ -1,5 +1,6 @@
-"""MTP modules, as described by a target's config and file. Each module is a one-layer model of the
-target's family after a projection with two norms. No weights are read."""
+"""Read the settings of MTP modules from a target's config and tensor names. Each module is a
+projection with two norms, followed by a one-layer model of the target's family. No weights are
+read."""
 
 from collections.abc import Collection
 from copy import deepcopy
@@ -20,11 +21,12 @@ PROJECTION, NORMS = "eh_proj.weight", ("enorm.weight", "hnorm.weight")
 
 
 class Form(NamedTuple):
-    """The names of a module's tensors in a file and ours, as `loader.Names`. `{}` stands for the
-    module's `number`. Names of its decoder layer begin with `layer`; `outer` has the others.
-    layer_types, mlp_layer_types: the kinds of that layer where the target's config does not tell;
-    None for those of its last layer. reads_target: whether all modules of a chain read the target's
-    hidden states, and none those of the module before."""
+    """Translates a module's tensor names between the file and our module, as `loader.Names`. `{}`
+    in a name of the file stands for the module's `number`. layer: the prefix of its decoder layer's
+    names. outer: our names of all other tensors, by those in the file. layer_types,
+    mlp_layer_types: the types of the decoder layer if the target's config does not say; None for
+    the types of the target's last layer. reads_target: whether all modules of a chain read the
+    target's hidden states, instead of those of the previous module."""
 
     layer: str
     outer: dict[str, str]
@@ -34,11 +36,11 @@ class Form(NamedTuple):
     reads_target: bool = False
 
     def of(self, index: int) -> Self:
-        """The names of the module `index` places after this one."""
+        """Return the form for the module `index` places after this one."""
         return self._replace(number=self.number + index)
 
     def own(self, name: str, /) -> str | None:
-        """Our name of a tensor; None for one of another module."""
+        """Return our name of a tensor in the file, or None if it belongs to another module."""
         for stored, own in self.outer.items():
             if f"{name}.".startswith(f"{(prefix := stored.format(self.number))}."):
                 return own + name.removeprefix(prefix)
@@ -47,7 +49,7 @@ class Form(NamedTuple):
         return None
 
     def stored(self, own: str, /) -> str:
-        """The file's name of a tensor, from ours."""
+        """Return the file's name of a tensor, given our name."""
         for stored, prefix in self.outer.items():
             if f"{own}.".startswith(f"{prefix}."):
                 return stored.format(self.number) + own.removeprefix(prefix)
@@ -73,7 +75,7 @@ _QWEN3_NEXT = Form(
     0,
 )
 
-# MiMo-V2-Flash, whose config does not tell how many modules there are.
+# MiMo-V2-Flash, whose config does not say how many modules there are.
 _MIMO = Form(
     "model.mtp.layers.{}.",
     {
@@ -89,7 +91,7 @@ _MIMO = Form(
     mlp_layer_types="dense",
     reads_target=True,
 )
-_MIMO_COUNT = 3  # of the published files
+_MIMO_COUNT = 3  # modules in the published files
 
 
 # A module in its own folder, as speculators writes it.
@@ -107,10 +109,11 @@ EXTRACTED = Form(
 
 @dataclass(frozen=True, slots=True)
 class MtpConfig:
-    """The config of a module. count: the number of modules in the file. hidden_size: H. vocab_size:
-    V. form: that of the first module. keys: the recipe's interpretation of the checkpoint. index:
-    the module's number; its row of token t embeds token t + 1 + index. quantisation: settings of a
-    folder of a module that stores matrices in few bits."""
+    """The settings of one MTP module. count: the number of modules in the file. hidden_size: H.
+    vocab_size: V. form: the names of the first module's tensors. keys: the recipe's interpretation
+    of the checkpoint. index: the module's number in the chain; its row t embeds token t + 1 +
+    index. quantisation: the settings of quantised matrices, for a module in its own folder; None if
+    all are plain."""
 
     carries: ClassVar[bool] = True
 
@@ -129,7 +132,8 @@ class MtpConfig:
 
     @property
     def reads_target(self) -> bool:
-        """Whether each row keeps the target's hidden state for the next module."""
+        """True if the modules of a chain all read the target's hidden states, which each row then
+        keeps for the next module."""
         return self.form.reads_target and self.count > 1
 
     @property
@@ -138,8 +142,8 @@ class MtpConfig:
 
     @property
     def max_k(self) -> int | None:
-        """The limit on k: a single module runs repeatedly, without a limit; in a chain each module
-        gives one token."""
+        """The maximum number of proposals per round. In a chain, each module makes one. A single
+        module runs repeatedly, so there is no limit (None)."""
         return None if self.count == 1 else self.count
 
     def lacks(self, index: int, missing: Collection[str]) -> SetupError:
@@ -154,10 +158,10 @@ class MtpConfig:
 def read_mtp_config(
     name: str, place: Path, config: Any, names: Collection[str], keys: MtpKeys
 ) -> MtpConfig:
-    """The MTP modules named in the target's config.json.
+    """Read the settings of the MTP modules in a target's own files.
 
-    config: transformers' config of the target. names: those of the tensors in its file, or none.
-    Raises a `SetupError` that names the key if the config promises no modules.
+    config: transformers' config of the target. names: the names of the tensors in its files; empty
+    if unknown. Raises a `SetupError` that names the key if the config promises no modules.
     """
     raw = config_file(name, place)
     key = next((key for key in _KEYS if raw.get(key) is not None), _KEYS[0])
@@ -180,7 +184,7 @@ def read_mtp_config(
 
 
 def _count(form: Form, names: Collection[str]) -> int:
-    """The number of modules in a file."""
+    """Return the number of modules in a file, given the names of its tensors."""
     found = 0
     while form.of(found).stored(PROJECTION) in names:
         found += 1
@@ -188,8 +192,8 @@ def _count(form: Form, names: Collection[str]) -> int:
 
 
 def read_module_config(name: str, place: Path, config: Any, keys: MtpKeys) -> MtpConfig:
-    """A module in its own folder. Raises a `SetupError` with the key for another target's
-    module."""
+    """Read the settings of a module in its own folder. Raises a `SetupError` that names the key if
+    the module belongs to another target."""
     whole = config_file(name, place)
     raw = whole.get("transformer_layer_config")
     stored = raw if isinstance(raw, dict) else {}
@@ -207,7 +211,7 @@ def read_module_config(name: str, place: Path, config: Any, keys: MtpKeys) -> Mt
 
 
 def layer_config(config: Any, index: int, form: Form) -> Any:
-    """transformers' config of one module's layer, made from the target's."""
+    """Make transformers' config for the layer of one module from the target's config."""
     own = deepcopy(config)
     for key in ("layer_types", "mlp_layer_types"):
         if (kinds := getattr(own, key, None)) is not None:

@@ -1,4 +1,4 @@
-"""MTP modules before their weights are read; see `models.draft.Draft`."""
+"""Describe MTP modules before their weights are read; see `models.draft.Draft`."""
 
 import re
 from collections.abc import Callable, Collection
@@ -45,7 +45,8 @@ _SHARED = ("embeddings", "lm_head")
 
 @dataclass(frozen=True, slots=True)
 class MtpDraft:
-    """The MTP modules of a target, without weights yet. bodies: each module's layer as a model."""
+    """The MTP modules of a target, without weights yet. bodies: the layer of each module, as a
+    model of one layer. num_layers: the number of layers of the target."""
 
     spec: ModelSpec
     config: MtpConfig
@@ -116,7 +117,7 @@ class MtpDraft:
 
     @property
     def outer_bytes(self) -> int:
-        """Bytes of a module's projection and its norms."""
+        """Bytes of one module's projection and of its norms."""
         width = self.config.hidden_size
         return (2 * width * width + 2 * width) * self.dtype.itemsize
 
@@ -132,8 +133,8 @@ class MtpDraft:
 
     @property
     def _numbers_again(self) -> int:
-        """The number of a module's values that a CPU holds in a second form: those of its
-        projection, and of the target's head if its layer is not fused."""
+        """The number of values per module that a CPU keeps in a second form. These are the values
+        of the projection and, if the layer is not fused, of the target's output matrix."""
         projection, head = 2 * self.config.hidden_size**2, self.body.module.lm_head.weight.numel()
         found = projection if all(ops.forms_of(projection, self.dtype)) else 0
         if not is_fusable(self.body.module) and ops.forms_of(head, self.dtype).packed:
@@ -157,7 +158,8 @@ class MtpDraft:
         return replace(self, bodies=tuple(body.within(reach) for body in self.bodies))
 
     def passes(self, k: int) -> Passes:
-        """Every module takes the true rows; only the first module takes the first proposal."""
+        """Return the passes in a round with k proposals: one of each module over the accepted
+        tokens, and one more for each proposal after the first."""
         return Passes(k - 1 + len(self.bodies))
 
     def block_bytes(self, block_size: int) -> int:
@@ -173,9 +175,9 @@ class MtpDraft:
         return inside + joined
 
     def readings(self) -> list[Reading]:
-        """vLLM's interpretations. It feeds back a different hidden state only for glm4_moe. Of
-        MiMo's modules it runs only the first, repeatedly, which no interpretation of a chain
-        expresses."""
+        """Return vLLM's interpretations, where they differ. vLLM feeds back a different hidden
+        state only for glm4_moe. Of MiMo's modules it runs only the first, repeatedly; no setting of
+        a chain expresses that, so none is returned."""
         if self.config.form.reads_target:
             return []
         choices = {"mtp_first_embedding": ("used", "zeroed"), "mtp_fed_back": ("normed", "raw")}
@@ -210,7 +212,8 @@ class MtpDraft:
         return heads[0] if len(heads) == 1 else MtpChain(heads)
 
     def _outer(self, index: int) -> dict[str, torch.Tensor]:
-        """A module's projection [H, 2H] and norms [H]."""
+        """Read a module's projection [H, 2H] and norms [H], by name. For dummy weights, draw
+        them."""
         width, device, found = self.config.hidden_size, self.body.device, {}
         wanted = {PROJECTION: (width, 2 * width), **dict.fromkeys(NORMS, (width,))}
         if self.spec.load_format == "dummy":
@@ -237,9 +240,10 @@ class MtpDraft:
 
 
 def describe_mtp(place: DraftPlace) -> MtpDraft:
-    """The MTP modules of a target: those in its own file, or one in another place. Raises a
-    `SetupError` that names the key or the tensor for a target without modules and for a module that
-    does not fit, and `UsageError` for another number of ranks.
+    """Describe the MTP modules of a target: those in its own files, or one module in a folder of
+    its own. Raises a `SetupError` that names the key or the tensor if there are no modules or one
+    does not fit. Raises `UsageError` for settings that do not suit, such as another number of ranks
+    than the target's.
     """
     spec, target, speculation = place.spec, place.target, place.speculation
     settings, is_dummy = target.module.config, spec.load_format == "dummy"
@@ -265,7 +269,7 @@ def describe_mtp(place: DraftPlace) -> MtpDraft:
         )
     num_layers = int(settings.num_hidden_layers)
     check_hidden_layers(target.module, (num_layers,))
-    # Shorter chains do not use later modules.
+    # A round with few proposals does not use the later modules.
     count = min(config.count, speculation.num_speculative_tokens)
     bodies = tuple(_body(place, folder, names, config, index) for index in range(count))
     return MtpDraft(spec, config, bodies, num_layers)
@@ -274,11 +278,11 @@ def describe_mtp(place: DraftPlace) -> MtpDraft:
 def _body(
     place: DraftPlace, folder: Path, names: Collection[str], config: MtpConfig, index: int
 ) -> Description:
-    """The layer of one module. folder, names: its file's folder and the names of the tensors there;
-    none if unknown."""
+    """Describe the layer of module `index`. folder: the folder of its file. names: the names of the
+    tensors there; empty if unknown."""
     spec, target = place.spec, place.target
     settings, form = layer_config(target.module.config, index, config.form), config.form.of(index)
-    if config.form is EXTRACTED:  # its form may differ from the target's
+    if config.form is EXTRACTED:  # its quantisation may differ from the target's
         settings.quantization_config = config.quantisation
     own_spec = replace(spec, weights="dequantise", name=f"{spec.name} (MTP module {index})")
     body = describe_config(own_spec, folder, settings, target.device, place.parallel, form)

@@ -1,8 +1,8 @@
-"""The arithmetic of an MTP module.
+"""The forward pass of an MTP module.
 
-Row t projects 2 * H numbers to H: the normed embedding of token t + 1, then the normed hidden state
-of token t, which the target gives after its final norm. A layer of the target's family, a norm and
-the target's head follow. Legend: T packed rows, H width of the target.
+Row t joins the normed embedding of token t + 1 and the normed hidden state of token t, which comes
+from the target's final norm, and projects these 2 * H values to H. A layer of the target's family,
+a norm and the target's output matrix follow. Legend: T packed rows, H width of the target.
 """
 
 from dataclasses import replace
@@ -23,8 +23,9 @@ from specdec_cli.models.split_products import SplitProducts
 
 
 class MtpHead(Head):
-    """A module's passes. module: a model of one layer, with final norm, embedding and head. fused:
-    its fused form, if any. tensors: projection and norms, whole on every rank."""
+    """The network of an MTP module. module: a model of one layer, with final norm, embedding and
+    output matrix. fused: its fused form; None if it has none. tensors: the projection and its
+    norms, whole on every rank."""
 
     config: MtpConfig
 
@@ -44,7 +45,7 @@ class MtpHead(Head):
         self.fused, self.decoder = fused, module.model
         for part in module.modules():
             if hasattr(part, "layer_idx"):
-                part.layer_idx = config.index  # the layer of its keys in the cache of all modules
+                part.layer_idx = config.index  # its layer in the cache of all modules
         if fused is not None:
             (layer,) = fused.stack.layers
             fused.stack.layers[0] = replace(layer, index=config.index)
@@ -66,7 +67,8 @@ class MtpHead(Head):
         return super().storages | (self.fused.storages if self.fused is not None else {})
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's hidden states [T, H]; the first pass reads them unchanged."""
+        """Return the target's hidden states [T, H] in the module's dtype. The first pass reads them
+        unchanged."""
         return features.to(self.dtype)
 
     def __call__(
@@ -88,8 +90,8 @@ class MtpHead(Head):
         return stack.run(start, batch, cache)
 
     def normed(self, hidden: Tensor) -> ops.Normed:
-        """hidden: [T, H]; where modules read the target's hidden states [T, 2H], with those of the
-        row last."""
+        """Apply the final norm to `hidden` [T, H]. If modules read the target's hidden states, it
+        is [T, 2H], and its second half is the target's hidden state."""
         own = hidden[:, : self.config.hidden_size].contiguous()
         return super().normed(own)._replace(hidden=hidden)
 
@@ -99,14 +101,14 @@ class MtpHead(Head):
         return super().fed_back(x)
 
     def _joined(self, embedded: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """The layer's input [T, H], from normed embeddings and hidden states."""
+        """Compute the layer's input [T, H] from normed embeddings and hidden states."""
         if self.config.keys.mtp_first_embedding == "zeroed":
             embedded = embedded.masked_fill((batch.positions == 0)[:, None], 0.0)
         normed = ops.rms_norm(hidden.contiguous(), self.hidden_norm, self.eps)
         return ops.linear(torch.cat((embedded, normed), dim=1), self.projection)
 
     def _run(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """transformers' own layer over the paged cache."""
+        """Run transformers' own layer over the paged cache. Returns hidden states [T, H]."""
         if self._attention is None or self._attention.cache is not cache:
             self._attention = PagedAttention(cache)
             attach(self.decoder, self._attention)
