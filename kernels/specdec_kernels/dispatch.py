@@ -39,7 +39,7 @@ class Kernel(Generic[P, R]):
 
     @cached_property
     def on_cuda(self) -> Callable[P, R]:
-        """The Triton implementation; Triton is imported when it is first asked for."""
+        """The Triton implementation. Triton is imported only when this is first read."""
         module, _, name = self.path.partition(":")
         return cast(Callable[P, R], getattr(import_module(module), name))
 

@@ -7,9 +7,9 @@ completed and its writes are visible. At least one program of every kernel makes
 the wait ends, the predecessor's own predecessor has also completed. A program without work may
 return before the call, which frees its multiprocessor for the successor.
 
-After the call, the order is that of an ordinary stream, and memory may be reused. The successor may
-start only after the wait, so at most one kernel runs ahead. It may therefore read, before its own
-wait, everything that was written before its predecessor.
+After the call, kernels are ordered as in an ordinary stream, and memory may be reused. The
+successor may start only after the wait, so at most one kernel runs ahead. It may therefore read,
+before its own wait, everything that kernels before its predecessor have written.
 """
 
 from functools import cache

@@ -84,10 +84,11 @@ def block_verify_reference(
     `accept_noise[:, i]` decides about the first i + 1 draft tokens, and `sample_noise[:, a]`
     samples the token after a accepted ones. The result depends on the accept noise and the draft
     tokens at ALL positions up to `lens`. The next round decides some of these positions again, and
-    needs new random numbers for them. So the caller must guarantee three things. Accept noise and
-    the noise for drafting also depend on where the round starts (`uniform_rows(...,
-    by_round=True)`). All three kinds of noise are independent. `lens` is a stopping time: whether a
-    draft token is included never depends on that token.
+    needs new random numbers for them. So the caller must ensure that
+    1. accept noise and the noise for drafting also depend on where the round starts
+       (`uniform_rows(..., by_round=True)`);
+    2. accept noise, sample noise and the noise for drafting are independent;
+    3. `lens` is a stopping time: whether a draft token is left out never depends on that token.
     """
     chances, follow = block_chances(draft_tokens, lens, draft_probs, target_probs)
     place = torch.arange(1, draft_tokens.shape[1] + 1, device=lens.device)

@@ -42,8 +42,8 @@ from specdec_cli.plugged import PluggedMethod, PluggedPolicy, PluggedRule, Watch
 from specdec_cli.stages import begin_stage
 
 _log = logging.getLogger("specdec")
-_WARM_UP_PROMPT = 33  # tokens: more than the widest pass of the decode kernels
-_FEWEST_POSITIONS = 1 << 17  # positions in rotary tables, unless the model has fewer
+_WARM_UP_PROMPT = 33  # tokens, more than a pass of the decode kernels can have
+_FEWEST_POSITIONS = 1 << 17  # minimum positions in rotary tables, unless the model has fewer
 
 
 def build(

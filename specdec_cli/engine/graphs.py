@@ -46,9 +46,9 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class _Flight:
     seqs: list[Sequence]
-    record: RoundRecord  # seconds on the host's clock
+    record: RoundRecord
     done: torch.Event | None
-    launched_at: float
+    launched_at: float  # seconds on the host's clock
 
 
 class _Round:

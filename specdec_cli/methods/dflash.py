@@ -1,8 +1,9 @@
 """Proposing a block of tokens in one pass with a DFlash drafter (z-lab, arXiv 2602.06036).
 
-A block consists of the last token and k mask tokens: k + 1 rows that attend to the text before them
-and to each other. Their keys and values are overwritten later: `commit` computes those of the
-accepted tokens from the target's hidden states. Legend: B slots, K proposal length, H hidden size.
+The drafter's cache keeps keys and values only for decided tokens. `commit` computes them from the
+target's hidden states. A block consists of the last token and k mask tokens: k + 1 rows that attend
+to the text before them and to each other. Later rows overwrite the block's keys and values. Legend:
+B slots, K proposal length, H hidden size.
 """
 
 from collections.abc import Callable

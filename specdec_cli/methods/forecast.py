@@ -214,7 +214,7 @@ class _Replay:
             texts=how.at(state) if (how := self.teacher.processors) is not None else None,
         )
         found = self.proposer.propose(state, draft)
-        # A round in the text's own blocks has overwritten later keys of the text with guesses.
+        # The next round that runs in the text's own blocks overwrites this round's guesses there.
         self.fed = min(self.fed, self.begun)
         same, lens = found.token_ids == draft.written, found.lens.tolist()
         is_drawn, chances = draft.num_drawn > 0, same.float()

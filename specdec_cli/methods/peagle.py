@@ -55,7 +55,7 @@ class PEagle(HeadProposer):
         assert isinstance(head, Eagle3Head) and head.mask_hidden is not None
         assert isinstance(head.config, PEagleConfig)
         waiting, counts = paged.waiting(state, most)
-        # The position of each row, relative to the last waiting row plus one.
+        # The position of each row relative to the last waiting row, whose place is 0.
         place = torch.arange(1, most + count + 1, device=state.device) - counts[:, None]
         is_true = place < 1
         tokens = state.tail.gather(1, (place + most - 1).clamp(max=most - 1))

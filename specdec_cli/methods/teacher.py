@@ -76,7 +76,7 @@ def _compare(
     overlap of both distributions at each."""
     target = teacher.target if params.temperature > 0.0 else None
     first = draft_seq.num_prompt_tokens - 1  # its logits decide the first output token
-    if first >= len(draft_seq.tokens) - 1:  # nothing is ever proposed there
+    if first >= len(draft_seq.tokens) - 1:  # no output token is within the draft's context
         return [], []
     if draft is not None:
         prefill(draft, draft_seq, 0, first, teacher.prefill_chunk)

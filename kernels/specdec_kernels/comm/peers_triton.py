@@ -60,7 +60,7 @@ def wait_for_peers(flags, epoch):
 def part_of(addresses_ptr, rank, like_ptr):
     """Return a pointer to a rank's `Peers.parts`, of the same type as `like_ptr`."""
     found = tl.load(addresses_ptr + rank).to(tl.pointer_type(like_ptr.dtype.element_ty))
-    return tl.multiple_of(found, 16)  # otherwise each load is only two bytes
+    return tl.multiple_of(found, 16)  # without this, each load would read only two bytes
 
 
 @triton.jit

@@ -72,7 +72,7 @@ def down_kernel(
     num_features,  # N
     residual_stride,
     F: tl.constexpr,
-    FORM: tl.constexpr,  # the form of a stored weight, else None
+    FORM: tl.constexpr,  # the form of a quantised weight, else None
     TILES: tl.constexpr,
     PREFETCH: tl.constexpr,  # elements of each weight row to prefetch
     DEPENDENT: tl.constexpr,

@@ -80,7 +80,7 @@ def gate_up_kernel(
     SCALED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    FORM: tl.constexpr,  # the form of a stored weight, else None
+    FORM: tl.constexpr,  # the form of a quantised weight, else None
     TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):

@@ -60,9 +60,9 @@ def grouped_linear_kernel(
     K: tl.constexpr,
     PAIRS: tl.constexpr,
     SCALED: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # "" for a plain product
+    ACTIVATION: tl.constexpr,  # "" without a gate
     INTERLEAVED: tl.constexpr,
-    FORM: tl.constexpr,  # the form of a stored weight, else None
+    FORM: tl.constexpr,  # the form of a quantised weight, else None
     TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):

@@ -182,8 +182,8 @@ def mixture_add_norm(x: Normed, experts: Experts, norm_weight: Tensor, eps: floa
     norm that follows.
 
     x: [T, K], as returned by `linear_add_norm` or `add_norm`. experts: contiguous; `experts.read`
-    is written. norm_weight: [K], like eps of the next layer's norm, or of the final norm. Returns
-    the new residual stream, in `hidden`, and the input of the next matmul.
+    is written. norm_weight: [K]; it and eps belong to the next layer's norm, or to the final one.
+    Returns the new residual stream, in `hidden`, and the input of the next matmul.
     """
     assert x.squares is None
     routes = routes_of(logits_of(x.scaled, experts), experts.routing, experts.choice_bias)

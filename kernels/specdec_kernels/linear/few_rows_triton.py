@@ -1,4 +1,5 @@
-"""A matmul of few rows with norm, gate, bias and residual. Its time is that of reading the weight.
+"""A matmul of few rows with norm, gate, bias and residual. It should take no longer than reading
+the weight once.
 
 A program computes BLOCK_N features for all rows, and streams its rows of the weight through shared
 memory. The norm needs no separate pass, because it multiplies each row by one number. The kernel

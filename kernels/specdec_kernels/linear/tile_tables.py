@@ -157,9 +157,8 @@ FINE: Products = {
         ("add", 2, 1024, 1024),
     )
 }
-STORED_ROWS = (
-    64  # maximum rows for which kernels read a stored weight; for more rows it is dequantised
-)
+# Up to this many rows, kernels read quantised weights. For more rows, weights are dequantised.
+STORED_ROWS = 64
 STORED = {"fp8": _BYTES, "int8": _BYTES, "int4": _HALVES, "mxfp4": _HALVES}
 
 # Tiles for matmuls of fp8 terms of x, for more than 8 rows, by kind of code. 0 splits: as many as

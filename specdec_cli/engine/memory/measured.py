@@ -109,7 +109,7 @@ def _has_two_rounds(seq: Sequence) -> bool:
 def rehearsal(need: CacheNeed, prefill_chunk: int) -> tuple[list[Request], int]:
     """Make a full batch of requests, and compute the number of blocks that it needs. The prompts
     fill one prefill chunk, as far as the longest sequence allows."""
-    longest_prompt = max(1, need.longest - need.k - 2)  # leaves room for a round of all proposals
+    longest_prompt = max(1, need.longest - need.k - 2)  # leaves space for a round with K = k
     left, unfed = prefill_chunk, _left_to_a_round(need.k)
     lengths = []
     for _ in range(need.batch_size):
