@@ -1,7 +1,7 @@
-"""Prompts from options, files, pipes and datasets.
+"""Reads prompts from options, files, pipes and datasets.
 
-Tokenizers and chat templates are applied elsewhere: a prompt is text, the messages of a
-conversation, or token ids.
+Here a prompt is text, the messages of a conversation, or token ids. Tokenizers and chat templates
+are applied elsewhere.
 """
 
 from specdec_cli.prompts.conversations import as_conversations, unused_keys

@@ -1,6 +1,6 @@
-"""Chooses some prompts among many: the first ones, or a seeded sample.
+"""Chooses some of the prompts: the first ones, or a random sample with a seed.
 
-Prompts keep their order.
+The chosen prompts keep their order.
 """
 
 import hashlib
@@ -20,9 +20,9 @@ _MAX_NAMED = 6
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The prompts to take. limit: the number of prompts; None takes all. sample: None takes the
-    first prompts, `random` draws, and `stratified` draws evenly from all categories. Raises
-    `UsageError` for a sample without a size."""
+    """Settings for choosing prompts. limit: the number of prompts to take; None takes all. sample:
+    None takes the first prompts, `random` draws them at random, and `stratified` draws evenly from
+    all categories. seed: the seed of the draw. Raises `UsageError` for a sample without a limit."""
 
     limit: int | None = None
     sample: str | None = None
@@ -36,10 +36,10 @@ class Choice:
 
 
 def sampled(prompts: Sequence[Prompt], choice: Choice) -> list[Prompt]:
-    """The sample of `prompts`, in their order. With the same seed, a larger sample contains a
-    smaller one.
+    """Draw a sample of `prompts`, which keep their order. With the same seed, a larger sample
+    contains every smaller one.
 
-    Raises `UsageError` for a stratified sample of prompts without categories.
+    Raises `UsageError` if a stratified sample is asked for and no prompt has a category.
     """
     assert choice.limit is not None and choice.sample is not None
     order = sorted(range(len(prompts)), key=lambda place: _draw(choice.seed, place))
@@ -49,13 +49,14 @@ def sampled(prompts: Sequence[Prompt], choice: Choice) -> list[Prompt]:
 
 
 def _draw(seed: int, place: int) -> bytes:
-    """A prompt's position in the random order: a hash that is stable across Python versions."""
+    """Return the key that sorts prompts into a random order: a hash that is the same in all
+    versions of Python."""
     return hashlib.sha256(f"{seed} {place}".encode()).digest()
 
 
 def _in_turn(order: Sequence[int], categories: Sequence[str | None]) -> list[int]:
-    """Reorder `order` to take one prompt of each category in turn, so that shares are as even as
-    possible."""
+    """Reorder `order` so that it takes one prompt from each category in turn. The categories then
+    have shares as equal as possible."""
     if not any(category is not None for category in categories):
         raise UsageError(
             "a stratified sample needs categories, and no prompt has one",
@@ -74,9 +75,9 @@ def _in_turn(order: Sequence[int], categories: Sequence[str | None]) -> list[int
 def uneven(
     taken: Sequence[Prompt], further: Mapping[str | None, int], *, is_whole: bool
 ) -> list[Notice]:
-    """A warning if the first prompts are distributed over categories differently from the data.
-    further: the number of later prompts by category. is_whole: whether `further` counts all later
-    prompts or only the next ones.
+    """Warn if the first prompts are distributed over categories differently from the data. Returns
+    one notice or none. further: the number of later prompts by category. is_whole: whether
+    `further` counts all later prompts, not only the next ones.
     """
     first = Counter(prompt.category for prompt in taken)
     data = first + Counter(further)

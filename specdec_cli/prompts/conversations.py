@@ -22,13 +22,14 @@ def as_conversations(
     *,
     skip_bad: bool = False,
 ) -> list[Prompt]:
-    """The prompts as a model gets them under `data.chat`, `data.system` and `data.template`.
+    """Change prompts as `data.chat`, `data.system` and `data.template` ask.
 
     chat: `auto` leaves prompts as they are, `on` makes a conversation of each text, `off` refuses
-    messages. system: opens every conversation that has no system message, and turns `auto` into
+    messages. system: a system message for every conversation without one; it turns `auto` into
     `on`. A row's own system message is put before its text if the row is not a conversation.
-    template: values for every conversation's template; a row's own values take precedence. Prompts
-    that do not fit the setting are bad prompts; see `refuse`.
+    template: values for the chat template of every conversation; a row's own values take
+    precedence. skip_bad: whether to leave out prompts that do not fit these settings, with a
+    warning. Otherwise, or if no prompt fits, raises `UsageError`.
     """
     if system is not None and chat == "auto":
         chat = "on"
@@ -45,7 +46,8 @@ def as_conversations(
 
 
 def refuse(bad: Sequence[UsageError], *, skip: bool) -> None:
-    """Raise a `UsageError` that names up to five bad prompts, or warn about their number."""
+    """Raise a `UsageError` that names up to five bad prompts. With `skip`, only log a warning with
+    their number."""
     told = [one.message for one in bad]
     if bad and not skip:
         raise UsageError(in_lines(told, "prompt"), bad[0].hint)
@@ -54,9 +56,11 @@ def refuse(bad: Sequence[UsageError], *, skip: bool) -> None:
 
 
 def unused_keys(prompts: Sequence[Prompt]) -> list[Notice]:
-    """A warning that names the rows' keys that have no effect, and counts the rows of each key.
+    """Warn about keys of the rows that have no effect, with the number of rows for each key.
+    Returns one notice or none.
 
-    Raises `UsageError` if every row has images or the like, since every prompt would be incomplete.
+    Raises `UsageError` if every row has images, video or audio, since every prompt would be
+    incomplete.
     """
     counts = Counter(key for prompt in prompts for key in dict.fromkeys(prompt.unused))
     if not counts:

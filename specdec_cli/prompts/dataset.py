@@ -1,4 +1,4 @@
-"""The notation `PATH[:SPLIT[:COLUMN]]` of `--dataset`, and splits of single files.
+"""Parses the value `PATH[:SPLIT[:COLUMN]]` of `--dataset`, and takes splits of single files.
 
 This module opens no files; it only tests whether a path exists.
 """
@@ -13,7 +13,7 @@ from specdec_cli.errors import UsageError
 from specdec_cli.prompts.lines import Rows
 from specdec_cli.text import one_line
 
-# The text between colons; colons in brackets (`train[10:20]`) stay in it.
+# The text between colons. Colons in brackets (`train[10:20]`) are part of it.
 _PART = re.compile(r"(?:\[[^\[\]]*\]|[^:])*")
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]*://(?:[^/:]*:\d+(?=/|$))?")
@@ -22,10 +22,11 @@ _FORM = "PATH, PATH:SPLIT or PATH:SPLIT:COLUMN, such as squad:train[:100]:questi
 
 
 def parse_dataset(text: str) -> tuple[str, str | None, str | None]:
-    """The path, split and column that `text` names; an empty part (`p.csv::question`) is None.
+    """Parse `text` into a path, a split and a column. An empty part (`p.csv::question`) is None.
 
-    Colons do not separate in brackets, after a drive letter, in `scheme://host:port`, in `demo:`
-    and in a path that exists. Raises `UsageError`.
+    A colon separates no parts if it is in brackets, after a drive letter, in `scheme://host:port`,
+    in `demo:` or in a path that exists. Raises `UsageError` if there is no path, or if there are
+    more than three parts.
     """
     start = next((m.end() for p in (_DRIVE, _SCHEME) if (m := p.match(text))), 0)
     if text.startswith(PREFIX):
@@ -56,7 +57,7 @@ def _split_at_colons(text: str) -> list[str]:
 
 
 def sliced(rows: Rows, split: str | None, name: str) -> Rows:
-    """The rows of a single file that belong to a split.
+    """Return the rows of a single file that belong to a split.
 
     As in `datasets`, a file's only split is `train`, which may be sliced (`train[:100]`,
     `train[50%:]`). Raises `UsageError` for any other split.
@@ -67,7 +68,7 @@ def sliced(rows: Rows, split: str | None, name: str) -> Rows:
     if found is None:
         raise UsageError(
             f"{name}: a file has no split {one_line(split)!r}",
-            "its only one is train, or a slice of it such as train[:100]",
+            "its only split is train; a slice such as train[:100] is possible",
         )
     first, last, first_percent, last_percent = found.groups()
     if not first_percent and not last_percent:
@@ -77,5 +78,5 @@ def sliced(rows: Rows, split: str | None, name: str) -> Rows:
 
 
 def _row(percent: str, whole: Sized) -> int:
-    """A percentage as a number of rows, rounded as in `datasets`."""
+    """Convert a percentage to a number of rows, rounded as in `datasets`."""
     return round(int(percent.removesuffix("%")) * len(whole) / 100)

@@ -1,4 +1,4 @@
-"""Hugging Face datasets by id, and folders laid out like them, through the package `datasets`.
+"""Reads Hugging Face datasets by id, and folders with the same layout, with the package `datasets`.
 
 Rows are converted to prompts elsewhere.
 """
@@ -21,11 +21,11 @@ _CARD_BYTES = 1 << 20  # `datasets` parses 100 KiB of settings in a second
 def hub_source(
     path: str, subset: str | None, split: str | None, column: str | None, *, is_folder: bool
 ) -> Source:
-    """One split of a dataset. Without `split` the dataset must have a single split.
+    """Open one split of a dataset. Without `split`, the dataset must have only one split.
 
-    path: a hub id, or a folder (`is_folder`). split: a name or slice (`train[:100]`). Raises
-    `UsageError` for an unknown subset or split, with the names of the known ones, and `SetupError`
-    if the dataset is not available.
+    path: a hub id, or a folder (`is_folder`). split: a name or slice (`train[:100]`). column: the
+    column of the prompts; None for the usual ones. Raises `UsageError` for an unknown subset or
+    split, with the names of the known ones, and `SetupError` if the dataset is not available.
     """
     try:
         import datasets
@@ -40,7 +40,7 @@ def hub_source(
     with _quiet(datasets):
         try:
             if not is_folder and not _is_cached(datasets, path):
-                # Raises the hub's own error for an id: `datasets` would retry for half a minute.
+                # Fail at once if the hub has no such id; `datasets` would retry for half a minute.
                 HfApi().dataset_info(path, timeout=_HUB_S)
             is_saved = is_folder and _is_saved(Path(path))
             load = _from_disk if is_saved else _loaded
@@ -65,7 +65,7 @@ def _refuse_special_files(folder: Path) -> None:
 
 
 def _refuse_long_card(folder: Path) -> None:
-    """Raise `UsageError` for a card whose settings `datasets` would take minutes to parse."""
+    """Raise `UsageError` for a dataset card whose settings take `datasets` minutes to parse."""
     for name, end in (("README.md", b"\n---"), (".huggingface.yaml", None)):
         file = folder / name
         if not file.is_file():
@@ -91,7 +91,7 @@ def _loaded(datasets: Any, path: str, subset: str | None, split: str | None) -> 
 
 
 def _is_cached(datasets: Any, path: str) -> bool:
-    """True if the local cache has something under this id."""
+    """Return True if the local cache has files of the dataset with this id."""
     from huggingface_hub import constants
 
     prepared = Path(datasets.config.HF_DATASETS_CACHE, path.replace("/", "___"))
@@ -123,7 +123,7 @@ def _only_split(path: str, known: list[str]) -> str:
     if len(known) > 1:
         raise UsageError(
             f"{path}: the dataset has several splits: {', '.join(map(one_line, known))}",
-            f"name one: data.split, or {path}:{known[0]}",
+            f"choose one with data.split, or with {path}:{known[0]}",
         )
     return known[0]
 
@@ -135,7 +135,7 @@ def _rows(data: Any, name: str) -> Rows:
             yield f"{name}: row {number}", record
     except MemoryError:
         raise
-    except Exception as problem:  # damaged files raise errors of any kind
+    except Exception as problem:  # a damaged file can raise any exception
         told = f"cannot be read: {one_line(first_line(problem))}"
         raise UsageError(f"{name}: row {number + 1}: {told}") from problem
 

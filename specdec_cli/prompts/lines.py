@@ -1,6 +1,6 @@
-"""Text and JSON files, read line by line so that each bad line can be named.
+"""Reads text and JSON files line by line, so that errors can name each bad line.
 
-Rows are text or records; they are converted to prompts elsewhere.
+Rows are text or records. They are converted to prompts elsewhere.
 """
 
 import json
@@ -22,7 +22,7 @@ Rows = Iterator[tuple[str, object]]
 
 
 def text_rows(file: BinaryIO, name: str) -> Rows:
-    """Each line that is not blank."""
+    """Yield each line that is not blank, after its place (`prompts.txt:3`)."""
     for number, raw in numbered_lines(file):
         line = decoded(raw)
         if isinstance(line, BadRow) or line.strip():
@@ -30,13 +30,13 @@ def text_rows(file: BinaryIO, name: str) -> Rows:
 
 
 def jsonl_rows(file: BinaryIO, name: str) -> Rows:
-    """The object on each line that is not blank."""
+    """Yield the JSON object on each line that is not blank, after its place."""
     for where, line in text_rows(file, name):
         yield where, _record(line) if isinstance(line, str) else line
 
 
 def json_rows(file: BinaryIO, name: str) -> Rows:
-    """The items of a JSON list, or the objects of a file with one object per line."""
+    """Yield the items of a JSON list, or the objects of a file with one object per line."""
     start = file.tell()
     if not file.read(1024).removeprefix(BOM).lstrip().startswith(b"["):
         file.seek(start)
@@ -56,7 +56,7 @@ def _whole(file: BinaryIO, name: str) -> str:
 
 
 def _items(text: str, name: str) -> Rows:
-    """Decode items one by one, so that each item has a line number."""
+    """Decode the items of a list one by one, so that each has a line number."""
     decoder = JSONDecoder(object_pairs_hook=_object)
     place, line, seen = _skip_space(text, text.index("[") + 1), 1, 0
     is_over = text[place : place + 1] == "]"
@@ -83,7 +83,7 @@ def _items(text: str, name: str) -> Rows:
         line = text.count("\n", 0, rest) + 1
         raise UsageError(
             f"{name}:{line}: not JSON: there is more after the end of the list",
-            "make one list of several, or a .jsonl file with an object a line",
+            "join the lists into one, or write a .jsonl file with one object per line",
         )
 
 
@@ -94,8 +94,8 @@ def _skip_space(text: str, place: int) -> int:
 
 
 def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Lines with their numbers from 1, without byte order mark. Lines that are too long are cut
-    after the limit."""
+    """Yield each line with its number, from 1, without a byte order mark. A line longer than
+    `MAX_LINE_BYTES` is cut one byte past this limit."""
     number = 0
     while raw := file.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -106,7 +106,7 @@ def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def decoded(raw: bytes) -> str | BadRow:
-    """A line as text, without its line end."""
+    """Decode a line, without its line ending. Returns a `BadRow` if it is not usable text."""
     if len(raw) > MAX_LINE_BYTES:
         return BadRow(_TOO_LONG)
     if b"\0" in raw:
@@ -139,7 +139,8 @@ def _not_json(error: Exception) -> str:
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """A JSON object without duplicate keys, of which Python would silently keep the last value."""
+    """Make a JSON object. Raises `BadRow` for a duplicate key, since Python would silently keep its
+    last value."""
     found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:

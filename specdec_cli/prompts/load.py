@@ -45,7 +45,7 @@ _MAX_AHEAD = 20_000  # how many later rows to compare, by category, with the fir
 _PATIENCE_S = 1.0  # seconds to wait for a pipe's first bytes
 _GZIP_MAGIC = b"\x1f\x8b"
 _ONE_OBJECT = (
-    'a .jsonl file has one JSON object a line, such as {"prompt": "..."}; --dataset FILE::KEY '
+    'a .jsonl file has one JSON object per line, such as {"prompt": "..."}; --dataset FILE::KEY '
     "(data.column) names another key for it"
 )
 _log = logging.getLogger("specdec")
@@ -53,7 +53,7 @@ _log = logging.getLogger("specdec")
 
 @dataclass(frozen=True, slots=True)
 class LoadedPrompts:
-    """Prompts in order, with `index` counted from 0, and warnings about their selection."""
+    """Prompts in order, with `index` from 0, and warnings about how they were chosen."""
 
     prompts: list[Prompt]
     notices: list[Notice] = field(default_factory=list)
@@ -62,14 +62,14 @@ class LoadedPrompts:
 def load_prompts(
     data: DataSection, *, skip_bad: bool = False, is_file: bool = False, seed: int = 0
 ) -> LoadedPrompts:
-    """The prompts that a recipe's `data` names.
+    """Load the prompts that a recipe's `data` section names.
 
     `data.path` is a file (`EXTENSIONS`), `demo:prompts`, or the folder or id of a Hugging Face
-    dataset. Rows after the first `data.limit` prompts count for warnings only. A sample, drawn with
-    `seed`, is taken from all rows. skip_bad: whether to leave out bad rows with a warning that
-    counts them; otherwise they raise a `UsageError` with the file and line of each bad row.
-    is_file: whether the path must be a file. Raises `UsageError` for an unknown split, subset or
-    column, `SetupError` for a dataset that is not available.
+    dataset. Rows after the first `data.limit` prompts are read only for warnings. A sample is drawn
+    from all rows, with `seed`. skip_bad: whether to leave out bad rows with a warning that counts
+    them; otherwise they raise a `UsageError` that names the file and the line of each. is_file:
+    whether the path must be a file. Raises `UsageError` for an unknown split, subset or column, and
+    `SetupError` for a dataset that is not available.
     """
     choice = Choice(data.limit, data.sample, seed)
     path = data.path or ""
@@ -102,7 +102,8 @@ def load_prompts(
 def _unevenness(
     found: list[Prompt], rows: Rows, named: Callable[[str | None], str | None]
 ) -> list[Notice]:
-    """Warnings about categories, from the rows after the selected prompts."""
+    """Compare the categories of the chosen prompts with those of the rows after them. Returns
+    warnings."""
     if all(prompt.category is None for prompt in found):
         return []
     further: Counter[str | None] = Counter()
@@ -126,11 +127,12 @@ def read_prompts(
     seed: int = 0,
     skip_bad: bool = False,
 ) -> list[Prompt]:
-    """The prompts given as options, then the prompts of the file, at most `limit` together.
+    """Read the prompts given as options, then the prompts of the file, at most `limit` in all.
 
-    `stdin` is read if neither is given, or if the file is `-`; a terminal is never read. Without
-    any prompt the list is empty. sample, seed: see `Choice`. skip_bad: leave out bad lines with a
-    warning that counts them; otherwise bad prompts raise a `UsageError` with file, line and reason.
+    `stdin` is read if neither is given, or if the file is `-`; a terminal is never read. Returns an
+    empty list if there is no prompt. sample, seed: see `Choice`. skip_bad: whether to leave out bad
+    lines with a warning that counts them; otherwise they raise a `UsageError` with file, line and
+    reason.
     """
     choice = Choice(limit, sample, seed)
     if sample is not None:
@@ -166,8 +168,8 @@ def _from_option(text: str) -> Prompt:
 def _read_stdin(
     stream: TextIO | BinaryIO | None, limit: int | None, *, skip_bad: bool
 ) -> list[Prompt]:
-    """Prompts from standard input. It is read like a .jsonl file if it starts with an object, like
-    a .json file if it is a list of objects or texts, and otherwise like a .txt file."""
+    """Read prompts from standard input. It is read like a .jsonl file if it starts with an object,
+    like a .json file if it is a list of objects or texts, and otherwise like a .txt file."""
     if stream is None or stream.closed or stream.isatty():
         return []
     _say_if_it_waits(stream)
@@ -193,7 +195,8 @@ def _read_stdin(
 
 
 def _is_json_list(raw: bytes) -> bool:
-    """True if bytes begin a list of objects, or are a list of texts. `[INST] ...` is a text."""
+    """Return True if the bytes begin a list of objects, or are a list of texts. A text such as
+    `[INST] ...` is not a list."""
     if re.match(rb"\s*\[\s*\{", raw := raw.removeprefix(BOM)):
         return True
     try:
@@ -204,17 +207,17 @@ def _is_json_list(raw: bytes) -> bool:
 
 
 def _say_if_it_waits(stream: TextIO | BinaryIO) -> None:
-    """Tell the user that a pipe has no data yet, because it may be there by accident."""
+    """Warn if standard input has no data yet, since it may be connected by accident."""
     with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
         if not select.select([stream.fileno()], [], [], _PATIENCE_S)[0]:
             _log.warning(
-                "waiting for prompts on standard input (--prompt, --prompt-file or </dev/null "
-                "leave it alone)"
+                "waiting for prompts on standard input (pass --prompt, --prompt-file or </dev/null "
+                "if it has none)"
             )
 
 
 def _is_file_name(path: str) -> bool:
-    """True if a name means a file, even a missing one; False if it is a dataset id."""
+    """Return True if a name means a file, even a missing one, and False if it is a dataset id."""
     try:
         if Path(path).exists():
             return True
@@ -283,8 +286,8 @@ def _source(file: BinaryIO, path: Path, name: str, column: str | None) -> Source
         case other:
             raise UsageError(
                 f"{name}: unknown extension {other or '(none)'!r}",
-                "known are .txt (a prompt a line), .jsonl (an object a line), .json (a list), "
-                ".csv, .tsv and .parquet",
+                "known extensions are .txt (one prompt per line), .jsonl (one object per line), "
+                ".json (a list), .csv, .tsv and .parquet",
             )
 
 
@@ -298,9 +301,9 @@ def _prompts_of(
     skip_bad: bool,
     turn: int = 1,
 ) -> list[Prompt]:
-    """The first `limit` prompts of a source. Bad rows before the last of these prompts are reported
-    or counted. rows: the source's rows, an iterator that is consumed. split: the rows' split, for
-    messages.
+    """Read the first `limit` prompts of a source. rows: an iterator over the source's rows, which
+    stays after the last row read. split: the rows' split, for messages. skip_bad: whether to count
+    bad rows among those read in a warning; otherwise they raise a `UsageError`.
     """
     name = source.name
     _check_columns(source, column)

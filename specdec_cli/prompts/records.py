@@ -12,7 +12,7 @@ from specdec_cli.prompts.turns import LATER_KEY, later_turns, shared_conversatio
 from specdec_cli.prompts.types import BadRow, Message, Prompt
 from specdec_cli.text import is_unicode, one_line, shown
 
-TEXT_KEYS = ("prompt", "text", "question", "instruction", "turns")  # the first one found is used
+TEXT_KEYS = ("prompt", "text", "question", "instruction", "turns")  # the first that exists is used
 MESSAGES_KEY = "messages"
 IDS_KEY = "prompt_token_ids"
 CATEGORY_KEY = "category"
@@ -34,7 +34,7 @@ _PART_KEYS = ("passage", "choices", "options", "history", "function")
 _TOLD_KEYS = (*_REQUEST_KEYS, *JOINED_KEYS, *_PART_KEYS)
 MORE_KEYS = (CATEGORY_KEY, SWITCHES_KEY, *TEMPLATE_KEYS, *SYSTEM_KEYS, *_TOLD_KEYS)
 ROLES = ("system", "developer", "user", "assistant", "tool")
-DATE_KEY = "strftime_now"  # key in `Prompt.template`: the date that templates write
+DATE_KEY = "strftime_now"  # key in `Prompt.template`: the date that templates insert
 _ANSWER = "assistant"
 NOT_UNICODE = "not valid Unicode text: half of a surrogate pair"
 
@@ -42,7 +42,7 @@ _MAX_COLUMNS = 12
 
 
 def jsonl_of(prompts: Iterable[Prompt]) -> str:
-    """The text of a .jsonl file with these prompts, in the form that `prompt_of` reads."""
+    """Write prompts as the text of a .jsonl file, in the form that `prompt_of` reads."""
     lines = []
     for prompt in prompts:
         found: dict[str, object]
@@ -61,11 +61,14 @@ def jsonl_of(prompts: Iterable[Prompt]) -> str:
 
 
 def prompt_of(row: object, column: str | None, turn: int = 1) -> Prompt:
-    """The prompt in a row. The caller sets its index and place. row: text, or a record by column
-    name; a line of an OpenAI batch has the record in its `body`. column: the column of the prompt;
-    None takes the first of `PROMPT_KEYS` that the record has. The value decides the kind of prompt.
-    For several turns, the first is the prompt; for a conversation, the user's `turn`-th turn.
-    Raises `BadRow`, and `NoSuchTurn` for a shorter conversation."""
+    """Read the prompt in a row. The caller sets its index and place.
+
+    row: text, or a record by column name; a line of an OpenAI batch has the record in its `body`.
+    column: the column of the prompt; None takes the first of `PROMPT_KEYS` that the record has. The
+    kind of prompt follows from the type of the value. Of several turns, the first is the prompt; of
+    a conversation, the user's `turn`-th message. Raises `BadRow` if the row has no usable prompt,
+    and `NoSuchTurn` if the conversation is shorter.
+    """
     if isinstance(row, str) and column is None:
         return Prompt(0, checked(row))
     if not isinstance(row, Mapping):
@@ -104,13 +107,13 @@ def _key_of(row: Mapping[str, object]) -> str | None:
 
 
 def _is_given(value: object, kind: type = object) -> bool:
-    """True if a value of this kind is not empty."""
+    """Return True if a value has this type and is not empty."""
     blank = isinstance(value, str) and not value.strip()
     return isinstance(value, kind) and not blank and value not in (None, [], {})
 
 
 def _of_value(value: object, key: str, turn: int) -> Prompt:
-    """The prompt in a column's value."""
+    """Read the prompt from the value of a column."""
     name = one_line(key)
     first = value[0] if isinstance(value, list) and value else None
     if key == CONVERSATION_KEY or (isinstance(first, Mapping) and "from" in first):
@@ -127,7 +130,8 @@ def _of_value(value: object, key: str, turn: int) -> Prompt:
 
 
 def _template_of(row: Mapping[str, object]) -> dict[str, object]:
-    """A row's values for the chat template, besides messages. Tables store them as JSON."""
+    """Read a row's values for the chat template, other than the messages. In tables they are JSON
+    text."""
     found: dict[str, object] = {}
     for key in (SWITCHES_KEY, *TEMPLATE_KEYS):
         value, kind = row.get(key), dict if key == SWITCHES_KEY else list
@@ -145,7 +149,7 @@ def _template_of(row: Mapping[str, object]) -> dict[str, object]:
 
 
 def columns_in_words(columns: tuple[str, ...]) -> str:
-    """A list of the columns for the end of a message."""
+    """List the columns, for the end of a message."""
     if not columns:
         return "there is none"
     listed = ", ".join(map(one_line, columns[:_MAX_COLUMNS]))
@@ -153,7 +157,7 @@ def columns_in_words(columns: tuple[str, ...]) -> str:
 
 
 def checked(text: str, where: str = "") -> str:
-    """The text of a prompt; raises `BadRow` if it is blank or not valid Unicode."""
+    """Return the text of a prompt. Raises `BadRow` if it is blank or not valid Unicode."""
     if not text.strip():
         what = "blank prompt: only white space" if text else "empty prompt"
         raise BadRow(f"{what}{f' ({where})' if where else ''}")
@@ -163,7 +167,8 @@ def checked(text: str, where: str = "") -> str:
 
 
 def category_of(row: object) -> str | None:
-    """The category of a row. Raises `BadRow`, even for a row that cannot be read."""
+    """Return the category of a row. Raises `BadRow` if the category is not text, or if the row
+    could not be read."""
     if isinstance(row, BadRow):
         raise row
     value = row.get(CATEGORY_KEY) if isinstance(row, Mapping) else None
@@ -177,8 +182,8 @@ def category_of(row: object) -> str | None:
 
 
 def _messages(value: object, key: str) -> tuple[Message, ...]:
-    """The messages up to the last one that is not the assistant's. In datasets, the assistant's
-    answer follows that message."""
+    """Return the messages up to the last one that is not the assistant's. In datasets, the
+    assistant's messages after it are the answer."""
     if not isinstance(value, list):
         raise BadRow(f"{key} should be a list, not {shown(value)}")
     if not value:
@@ -219,11 +224,12 @@ def _message(value: object, where: str) -> Message:
 
 
 def _part(value: object, where: str) -> str:
-    """The text of a part of a message's content. Raises `BadRow` for images and the like."""
+    """Return the text of one part of a message's content. Raises `BadRow` for images and other
+    media."""
     text = value.get("text") if isinstance(value, Mapping) else None
     if not isinstance(text, str):
         kind = value.get("type") if isinstance(value, Mapping) else value
-        raise BadRow(f"{where} should have text, and is {shown(kind)}")
+        raise BadRow(f"{where} should have text, but is {shown(kind)}")
     return text
 
 

@@ -1,4 +1,4 @@
-"""Reads rows of CSV, TSV and parquet files; they are converted to prompts elsewhere."""
+"""Reads rows of CSV, TSV and parquet files. They are converted to prompts elsewhere."""
 
 import csv
 import io
@@ -66,8 +66,8 @@ def _record(header: Sequence[str], cells: Sequence[str]) -> dict[str, str] | Bad
 
 @contextmanager
 def _long_cells() -> Iterator[None]:
-    """During the block, allow cells as long as a line of other files. The limit applies to the
-    whole process."""
+    """During the block, allow cells as long as the longest line of other files. The csv module has
+    one limit for the whole process."""
     before = csv.field_size_limit(MAX_LINE_BYTES)
     try:
         yield
@@ -76,9 +76,9 @@ def _long_cells() -> Iterator[None]:
 
 
 def parquet_source(path: Path, name: str, column: str | None) -> Source:
-    """Read a parquet file in batches of rows, and only the columns needed.
+    """Read a parquet file in batches of rows, and only the columns that are needed.
 
-    Raises `SetupError` without pyarrow.
+    Raises `SetupError` if pyarrow is not installed.
     """
     try:
         import pyarrow
@@ -110,6 +110,6 @@ def _parquet_rows(file: Any, name: str, columns: list[str]) -> Rows:
 
 
 def wanted(columns: Sequence[str], column: str | None) -> list[str]:
-    """The columns to read. Images and audio next to a prompt are not decoded."""
+    """Return the columns to read. Other columns, such as images, are not decoded."""
     own = (*PROMPT_KEYS, LATER_KEY) if column is None else (column,)
     return [name for name in columns if name in (*own, *MORE_KEYS)]

@@ -1,6 +1,6 @@
-"""Conversations of several turns in common data sets: Spec-Bench, MT-bench, ShareGPT.
+"""Reads conversations of several turns in the forms of Spec-Bench, MT-bench and ShareGPT.
 
-Renders nothing and generates nothing.
+This module neither renders nor generates text.
 """
 
 from collections.abc import Mapping
@@ -22,20 +22,22 @@ _MT_BENCH = frozenset(
 
 
 class NoSuchTurn(Exception):
-    """The conversation of a row has fewer turns than requested."""
+    """The conversation in a row has fewer turns than requested."""
 
 
 def subtask(category: str | None) -> str | None:
-    """The subtask of Spec-Bench that a category belongs to; other categories stay as they are."""
+    """Return the subtask of Spec-Bench that a category belongs to. Other categories are returned
+    unchanged."""
     return "mt_bench" if category in _MT_BENCH else category
 
 
 def shared_conversation(value: object, turn: int) -> list[Message]:
-    """The messages of a conversation up to the user's `turn`-th message, counted from 1.
+    """Return the messages of a conversation up to the user's `turn`-th message, counted from 1.
 
-    The conversation's items have `from` and `value`, as in ShareGPT, or `role` and `content`.
-    Answers before that message come from the file. Messages before the user's first turn are left
-    out, except a system message. Raises `BadRow`, and `NoSuchTurn`.
+    The conversation's items have `from` and `value`, as in ShareGPT, or `role` and `content`. The
+    assistant's answers before that message are taken from the file. Messages before the user's
+    first one are left out, except a system message. Raises `BadRow` for malformed items, and
+    `NoSuchTurn` if the user has fewer messages.
     """
     if not isinstance(value, list):
         raise BadRow("conversations should be a list of messages with from and value")
@@ -59,14 +61,15 @@ def shared_conversation(value: object, turn: int) -> list[Message]:
 
 
 def later_turns(rest: object) -> tuple[str, ...]:
-    """The user's turns after the first, if `rest` is a list of texts; otherwise ()."""
+    """Return the user's turns after the first if `rest` is a list of texts; otherwise ()."""
     if not isinstance(rest, list) or not all(isinstance(one, str) for one in rest):
         return ()
     return tuple(rest)
 
 
 def next_turn(prompt: Prompt, answer: str) -> Prompt | None:
-    """The prompt of the next turn, which contains `answer`; None if there is no further turn."""
+    """Make the prompt of the next turn: the messages so far, `answer`, and the user's next message.
+    Returns None if there is no further turn."""
     if not prompt.later or prompt.messages is None:
         return None
     asked, *rest = prompt.later

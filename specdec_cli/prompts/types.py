@@ -1,4 +1,4 @@
-"""Data types: a prompt, the prompts of a run, rows and bad rows."""
+"""Data types for prompts, and for the rows from which they are read."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +14,12 @@ Message = Mapping[str, object]
 class Prompt:
     """One prompt, with exactly one of `text`, `token_ids` and `messages`.
 
-    After rendering, `text` is the chat template's output for `messages`. `index` counts over all
-    prompts of a run; `where` is the file and line, for later error messages. later: the user's
-    turns after the answer to this prompt. system: the row's own system message, until
-    `as_conversations` puts it first. template: values for the chat template besides the messages,
-    by its names. unused: keys of the row that would change the answer but have no effect.
+    After rendering, `text` is the chat template's output for `messages`. index: the prompt's number
+    among all prompts of a run. where: the file and the line, for error messages. later: the user's
+    turns after the answer to this prompt. system: the row's own system message;
+    `as_conversations` moves it into the text or the messages. template: values for the chat
+    template other than the messages, by name. unused: keys of the row that have no effect although
+    they would matter to the answer.
     """
 
     index: int
@@ -34,16 +35,16 @@ class Prompt:
 
 
 class BadRow(Exception):
-    """An error that says why one line, row or item is not a prompt."""
+    """A line, row or item is not a usable prompt. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """The rows of one file, pipe or dataset, read lazily.
 
-    rows: each row's place (`prompts.jsonl:3`) and its content: text, a record by column name, or
-    the `BadRow` error from reading it. columns: the columns of a table; None without a table. hint:
-    advice about bad rows.
+    rows: for each row, its place (`prompts.jsonl:3`) and its content: text, a record by column
+    name, or a `BadRow` if it could not be read. columns: the columns of a table; None if the source
+    is not a table. hint: advice to show about bad rows.
     """
 
     name: str
@@ -56,10 +57,10 @@ class Source:
 class PromptSet:
     """The prompts of a run.
 
-    data: the section of a recipe that names the prompts; None for prompts that no recipe can name.
-    chat: the setting with which the prompts were read. notices: warnings about the prompts. own:
-    the text of the prompts, which the run folder stores if they are in no other file. skip_bad:
-    whether to leave out prompts that cannot be rendered or tokenised.
+    data: the recipe's section that names the prompts; None if a recipe cannot name them. chat: the
+    chat setting with which the prompts were read. notices: warnings about the prompts. own: the
+    prompts as .jsonl text, which the run folder stores if they are in no other file; None
+    otherwise. skip_bad: whether to leave out prompts that cannot be rendered or tokenised.
     """
 
     prompts: list[Prompt]

@@ -132,8 +132,8 @@ JSONL: dict[str, tuple[str | bytes, int, str]] = {
     "no-content": (messages('{"role": "user"}'), 2, "messages[0] has no content"),
     "content-null": (messages(USER, SAID, '{"role": "user", "content": null}'), 2, "messages[2] has no content"),
     "content-number": (messages('{"role": "user", "content": 5}'), 2, "messages[0].content should be text, not 5"),
-    "content-image": (messages('{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}'), 2, 'messages[0].content[1] should have text, and is "image_url"'),
-    "content-parts-of-text": (messages('{"role": "user", "content": ["a"]}'), 2, 'messages[0].content[0] should have text, and is "a"'),
+    "content-image": (messages('{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}'), 2, 'messages[0].content[1] should have text, but is "image_url"'),
+    "content-parts-of-text": (messages('{"role": "user", "content": ["a"]}'), 2, 'messages[0].content[0] should have text, but is "a"'),
     "content-parts-blank": (messages('{"role": "user", "content": [{"type": "text", "text": " "}]}'), 2, "messages[0].content is empty"),
     "call-without-calls": (messages(USER, '{"role": "assistant", "content": null, "tool_calls": []}', USER), 2, "messages[1] has no content"),
     "user-with-calls": (messages('{"role": "user", "tool_calls": [{}]}'), 2, "messages[0] has no content"),
@@ -224,7 +224,7 @@ def test_bad_lines_are_listed_up_to_five(tmp_path: Path, capsys: Capture) -> Non
     path.write_text(A + "x\n" * 6)
     assert main(["generate", "--target", "/no/such/model", "--prompt-file", str(path)]) == 2
     assert f"{path}: and 1 more bad line\n" in capsys.readouterr().err
-    assert hint.startswith("hint: a .jsonl file has one JSON object a line")
+    assert hint.startswith("hint: a .jsonl file has one JSON object per line")
 
 
 def test_bad_prompt_options(capsys: Capture) -> None:
