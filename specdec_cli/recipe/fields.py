@@ -1,4 +1,4 @@
-"""The kinds of values in a recipe, and their checks."""
+"""The types of values in a recipe, and their checks."""
 
 import re
 from collections.abc import Callable
@@ -24,22 +24,22 @@ _EXPONENTIAL = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
 
 
 def _switch_word(value: object) -> object:
-    """Turn booleans back into on/off, which YAML 1.1 tools write as booleans. Yes means on, no
-    means off."""
+    """Turn booleans into the words on and off, since YAML 1.1 tools write these words as booleans.
+    Yes means on, and no means off."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return {"yes": "on", "no": "off"}.get(value, value) if isinstance(value, str) else value
 
 
 def _yes_or_no(value: object) -> object:
-    """Turn yes/no/on/off, which `source` reads as words, into truth values."""
+    """Turn the words yes, no, on and off, which `source` reads as text, into booleans."""
     word = value.lower() if isinstance(value, str) else None
     return True if word in _YES else False if word in _NO else value
 
 
 def _number(value: object) -> object:
-    """Refuse text and booleans as numbers, except numbers such as 1e-6, which YAML 1.1 reads as
-    text."""
+    """Refuse text and booleans in place of numbers. Numbers such as 1e-6 are allowed as text, since
+    YAML 1.1 reads them so."""
     if isinstance(value, bool) or (isinstance(value, str) and not _EXPONENTIAL.fullmatch(value)):
         raise PydanticCustomError("float_type", "Input should be a valid number")
     return value
@@ -56,7 +56,7 @@ def _byte_count(value: object) -> object:
 
 
 def _refusing(is_wrong: Callable[[str], bool], told: str) -> AfterValidator:
-    """A validator that refuses texts for which `is_wrong` is true."""
+    """Make a validator that refuses texts for which `is_wrong` is true. told: its message."""
 
     def check(value: str) -> str:
         if is_wrong(value):
@@ -81,7 +81,7 @@ _GGUF = _refusing(
 MAX_COUNT = 2**31 - 1
 MAX_BATCH = 2**16  # far more sequences than any device decodes at once
 MAX_BYTES = 2**63 - 1
-# torch stores a timeout as nanoseconds in 64 bits, which ten times this limit overflows.
+# torch stores a timeout as nanoseconds in 64 bits, which would overflow at ten times this limit.
 MAX_SECONDS = 1e9
 MAX_RATE = 1e6
 
@@ -113,7 +113,7 @@ def _rates(value: object) -> object:
 def _rate(value: object) -> object:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value != "inf" and not (is_number and 0.0 < float(str(value)) <= MAX_RATE):
-        told = "should be a number of requests a second above 0, or inf, not {value}"
+        told = "should be a number of requests per second above 0, or inf, not {value}"
         raise PydanticCustomError("rate", told, {"value": shown(value)})
     return value
 
@@ -133,13 +133,13 @@ Rates = Annotated[
 
 
 def entry(default: object, description: str, **more: Any) -> Any:
-    """A key's default and description, as a `pydantic.Field`. more: further arguments of
+    """Declare a key of a recipe, with its default and description. more: further arguments of
     `pydantic.Field`."""
     return Field(default=default, description=description, **more)
 
 
 class Section(BaseModel):
-    """A section of a recipe, which forbids unknown keys and is immutable."""
+    """A section of a recipe. It is immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True

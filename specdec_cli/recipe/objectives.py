@@ -1,11 +1,12 @@
-"""Objectives of latency, such as `ttft: 500ms`."""
+"""Parses latency objectives, such as `ttft: 500ms`."""
 
 UNITS = {"ms": 1.0, "s": 1000.0}
 OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
 def objective(name: str, text: str) -> float:
-    """An objective such as `500ms` in milliseconds. Raises ValueError with the reason."""
+    """Convert an objective such as `500ms` to milliseconds. Raises ValueError for an unknown name
+    or an invalid time."""
     if name not in OBJECTIVES:
         raise ValueError(f"expected {', '.join(OBJECTIVES)}, got {name!r}")
     number, unit = text.strip(), ""

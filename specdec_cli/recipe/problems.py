@@ -1,5 +1,6 @@
-"""Messages for errors in a recipe, with a guess at the intended key. This module reads the schema
-and pydantic's error records; callers add where a value came from.
+"""Writes messages for errors in a recipe, with a guess at the intended key.
+
+This module reads the schema and pydantic's error records. Callers add where a value came from.
 """
 
 import re
@@ -12,7 +13,7 @@ from specdec_cli.recipe.schema import key_fields, keys_of, section_models
 from specdec_cli.recipe.source import KeyPath, dotted
 from specdec_cli.text import one_line, shown
 
-# Names of keys in other tools, and names of our own options.
+# Other names for keys: their names in other tools, and the names of specdec's own options.
 _OTHER_NAMES = {
     "k": "num_speculative_tokens",
     "tp": "tensor_parallel_size",
@@ -20,13 +21,13 @@ _OTHER_NAMES = {
     "temp": "temperature",
     "name": "model",
 }
-# Keys to whose values plugins add.
+# Keys whose values may also come from plugins.
 _OF_PLUGINS = ("speculation.method", "speculation.acceptance", "speculation.length.policy")
 _NOTHING = ("none", "no", "off", "false")
 
 
 def place(error: ErrorDetails) -> KeyPath:
-    """The path of the key in which an error occurred."""
+    """Return the path of the key that an error is about."""
     path: KeyPath = error["loc"]
     if error["type"] == "missing" and len(path) == 1:
         return (*path, "model")  # `target` is the only required section
@@ -82,8 +83,8 @@ def describe(error: ErrorDetails) -> str:
 
 
 def unknown_key(key: str) -> str:
-    """The message for an unknown key. It names the nearest valid key, as a question if it is
-    close."""
+    """Make the message for an unknown key. It names the nearest valid key, and asks whether that
+    key was meant if it is close."""
     if key.rpartition(".")[2] == "<<":
         return "merge keys are not supported: write the keys out"
     nearest, is_close = nearest_key(key)
@@ -91,7 +92,7 @@ def unknown_key(key: str) -> str:
 
 
 def nearest_key(key: str) -> tuple[str, bool]:
-    """The most similar valid key, and whether it is close enough to be the intended one."""
+    """Return the most similar valid key, and True if it is close enough to be the intended one."""
     section, _, last = key.lower().replace("-", "_").rpartition(".")
     last = _OTHER_NAMES.get(last, last)
     models = section_models()

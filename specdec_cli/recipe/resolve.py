@@ -1,7 +1,7 @@
-"""Makes one checked `Recipe` from a recipe's name and overrides, and writes it back as YAML.
+"""Makes a checked `Recipe` from a recipe's name and overrides, and writes it back as YAML.
 
 This module handles precedence, the origin of each value, and the bundled recipes. It does not know
-the names of options (callers name the origins) or which models and devices exist.
+which options, models and devices exist; callers name the option that each override came from.
 """
 
 import os
@@ -30,10 +30,10 @@ from specdec_cli.text import inert, one_line, shown
 
 DEMO_RECIPE = "demo"
 PROMPTS = "prompts.jsonl"  # in a run folder: prompts that are in no file of the user
-EVERY_DTYPE = "*.dtype"  # an override that sets the dtype of every model in the recipe
+EVERY_DTYPE = "*.dtype"  # an override with this key sets the dtype of every model in the recipe
 
 _MODEL_KEYS = ("target.model", "draft.model")
-_SHAPES = "shapes/"  # model folders with configs only, beside the bundled recipes
+_SHAPES = "shapes/"  # beside the bundled recipes: model folders that have only a config
 _MAX_SHOWN = 50
 _HINT = "`specdec recipe schema` lists the keys and their allowed values"
 
@@ -48,15 +48,15 @@ class BundledRecipe:
 
 
 def bundled_folder() -> Path:
-    """The folder of bundled recipes: inside an installed package, beside the package in a
-    checkout."""
+    """Return the folder of bundled recipes. It is inside an installed package, but beside the
+    package in a checkout."""
     package = Path(specdec_cli.__file__).parent
     installed = package / "recipes"
     return installed if installed.is_dir() else package.parent / "recipes"
 
 
 def bundled_recipes() -> list[BundledRecipe]:
-    """All bundled recipes by name. Demo recipes come first, recipes with random weights last."""
+    """List all bundled recipes. Demo recipes come first, and recipes with random weights last."""
     return [
         BundledRecipe(path.stem, path, _first_comment(path))
         for path in sorted(
@@ -67,12 +67,12 @@ def bundled_recipes() -> list[BundledRecipe]:
 
 
 def _rank(name: str) -> int:
-    """The sort key of a recipe's kind in lists."""
+    """Return the sort key for a recipe's kind."""
     return 0 if name.startswith("demo") else 2 if name.startswith("bench-") else 1
 
 
 def find_bundled(name: str) -> BundledRecipe | None:
-    """The bundled recipe of that name, given with or without `.yaml`."""
+    """Return the bundled recipe with this name, which may end in `.yaml`; None if there is none."""
     stem = name.removesuffix(".yaml")
     return next((recipe for recipe in bundled_recipes() if recipe.name == stem), None)
 
@@ -91,10 +91,10 @@ def load_recipe(
     """Load a recipe file or bundled recipe, apply `overrides` (dotted key to value), and check the
     result.
 
-    Without a source the recipe is the demo pair, or only defaults if the overrides name a target.
-    origins: the source of each override (`--temperature`), for messages. overridden: values of
-    `--set` that options replace. Replaced values, including those in the file, are checked too. One
-    `UsageError` reports all problems, one per line.
+    Without a source, the recipe is the demo pair, or only the defaults if the overrides name a
+    target. origins: the option that each override came from (`--temperature`), for messages.
+    overridden: values of `--set` that other options replace. Replaced values are checked too,
+    including those in the file. Raises one `UsageError` for all problems, one per line.
     """
     overrides = dict(overrides or {})
     if source is None and not _names_target(overrides):
@@ -133,7 +133,8 @@ def load_recipe(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A problem whose message is not made yet, because only the first `_MAX_SHOWN` are shown."""
+    """A problem in a recipe. Its message is written later, because only the first `_MAX_SHOWN`
+    problems are shown."""
 
     line: int
     where: str
@@ -148,7 +149,8 @@ def _said(found: _Found) -> str:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """YAML that `load_recipe` reads back as an equal recipe. Control characters are escaped."""
+    """Write a recipe as YAML that `load_recipe` reads back as an equal recipe. Control characters
+    are escaped."""
 
     def dumped(allow_unicode: bool) -> str:
         data = recipe.model_dump(mode="json")
@@ -159,7 +161,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def read_source(source: str) -> Document:
-    """The document of a recipe file or bundled recipe, with relative paths made absolute."""
+    """Read a recipe file or a bundled recipe, and make its relative paths absolute."""
     path = find_source(source)
     document = read(path, source if Path(source).is_file() else str(path))
     if isinstance(document.data, dict):
@@ -174,7 +176,8 @@ def read_source(source: str) -> Document:
 
 
 def _own_prompts(value: object, recipe: Path) -> str | None:
-    """The current path of the prompts in a run folder; None for other prompts."""
+    """Return the present path of a run folder's own prompts file; None if `value` names other
+    prompts."""
     own = recipe.parent / PROMPTS
     is_run = recipe.name == "recipe.yaml" and (recipe.parent / "environment.json").is_file()
     return os.path.abspath(own) if is_run and value == PROMPTS and own.is_file() else None
@@ -184,7 +187,8 @@ _OF_PROMPTS = {".jsonl", ".txt", ".csv", ".tsv", ".parquet"}
 
 
 def find_source(source: str) -> Path:
-    """The path of a recipe: a file, else a bundled recipe. Folders raise `UsageError`."""
+    """Find the path of a recipe: a file, or else a bundled recipe. Raises `UsageError` if there is
+    none, or if the source is a folder or a file of prompts."""
     try:
         path = Path(source)
         if path.exists() and not path.is_dir():
@@ -215,7 +219,7 @@ def find_source(source: str) -> Path:
 
 
 class _Merge:
-    """A document's data with overrides applied, and the origin of each override."""
+    """Applies overrides to a document's data, and remembers the origin of each override."""
 
     def __init__(
         self, document: Document, data: Mapping[str, object], origins: Mapping[str, str]
@@ -246,7 +250,8 @@ class _Merge:
                 self._set(f"{section}.dtype", overrides[EVERY_DTYPE], origin)
 
     def where(self, path: KeyPath, *, is_missing: bool) -> tuple[int, str]:
-        """The origin of a key: an option (line 0, which sorts first), or a line of the file."""
+        """Return the line and the name of a key's origin: an option (line 0, which sorts first), or
+        a line of the file."""
         lines = self.document.lines
         for depth in range(len(path), 0, -1):
             key = dotted(path[:depth])
@@ -260,7 +265,7 @@ class _Merge:
         return line, f"{self.document.name}:{line}"
 
     def _made(self, section: str) -> str | None:
-        """The origin of a section that only overrides created."""
+        """Return the origin of a section that only overrides created; None for other sections."""
         data = self.document.data
         if isinstance(data, dict) and isinstance(data.get(section), dict):
             return None
@@ -318,8 +323,8 @@ def _names_target(overrides: Mapping[str, object]) -> bool:
 
 
 def _located(value: object, folders: Sequence[Path]) -> object:
-    """Make a relative path absolute if it exists only beside the recipe, or in the folder of
-    bundled shapes."""
+    """Make a relative path absolute if it exists in one of `folders` but not in the current folder.
+    Paths of bundled shapes are also searched beside the bundled recipes."""
     if not isinstance(value, str) or not value:
         return value
     if value.startswith(_SHAPES):
@@ -329,6 +334,6 @@ def _located(value: object, folders: Sequence[Path]) -> object:
             for folder in folders:
                 if (folder / value).exists():
                     return str((folder / value).resolve())
-    except (OSError, ValueError):  # too long, or not a path at all
+    except (OSError, ValueError):  # the value is too long, or not a path at all
         return value
     return value

@@ -40,15 +40,16 @@ class Recipe(Section):
     data: DataSection | None = None
 
     def changed(self, section: str, **values: object) -> Self:
-        """A copy of the recipe with some keys of one section changed."""
+        """Return a copy of the recipe with some keys of one section changed."""
         return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
 
     @model_validator(mode="before")
     @classmethod
     def _method_without_draft(cls, data: Any) -> Any:
-        """Without a draft model `method` defaults to none; draft_model with k = 0 becomes none.
+        """Set `method` if the recipe has no draft model.
 
-        If the draft is the name of a method without a draft model, it selects that method.
+        If `draft.model` names a method without a draft, such as ngram, that method is used. If
+        there is no draft, the default is none; a method that needs a draft becomes none at k = 0.
         """
         if not isinstance(data, dict):
             return data
@@ -107,7 +108,7 @@ class Recipe(Section):
 
 
 def section_models() -> dict[str, type[BaseModel]]:
-    """The model of each section, by the section's name."""
+    """Return the class of each section, by the section's name."""
     kinds = {name: info.annotation for name, info in Recipe.model_fields.items()}
     return {name: (get_args(kind) or (kind,))[0] for name, kind in kinds.items()}
 
@@ -118,12 +119,12 @@ INNER_SECTIONS: dict[str, type[BaseModel]] = {"speculation.length": LengthSectio
 
 
 def keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields of a section, by their keys in a recipe."""
+    """Return the fields of a section, by their keys in a recipe."""
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
 def key_fields() -> dict[str, FieldInfo]:
-    """Every dotted key of a recipe, in order."""
+    """Return the field of every dotted key of a recipe, in order."""
     found: dict[str, FieldInfo] = {}
     for section, model in section_models().items():
         for key, info in keys_of(model).items():

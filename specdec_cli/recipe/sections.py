@@ -1,6 +1,6 @@
 """The sections of a recipe: their keys, defaults and valid values.
 
-Keys that belong to one method or rule are in its module in `choices`.
+Keys that belong to one method, rule or policy are in its module in `choices`.
 """
 
 from collections.abc import Callable, Mapping
@@ -110,28 +110,28 @@ PolicyName = Annotated[StrictStr, AfterValidator(_one_of(POLICIES)), _schema(POL
 
 
 class SpeculationKeys(Section):
-    """The keys of `speculation` that every recipe has."""
+    """Keys of `speculation` that do not depend on the method or the acceptance rule."""
 
-    method: MethodName = entry("draft_model", f"who proposes; {_described(METHODS)}")
-    num_speculative_tokens: Tokens = entry(5, "proposed tokens a round (k); 0 is plain decoding")
+    method: MethodName = entry("draft_model", f"how tokens are proposed; {_described(METHODS)}")
+    num_speculative_tokens: Tokens = entry(5, "proposed tokens per round (k); 0 is plain decoding")
     acceptance: RuleName = entry("rejection", _described(RULES))
 
 
 class LengthKeys(Section):
-    """The keys of `speculation.length` that every recipe has."""
+    """Keys of `speculation.length` that do not depend on the policy."""
 
     policy: PolicyName = entry("fixed", _described(POLICIES))
 
 
 class LengthSection(PolicyKeys, LengthKeys):
-    """How many tokens each round proposes, at most k."""
+    """The length policy, which decides how many tokens each round proposes, at most k."""
 
 
 class SpeculationSection(MethodAndRuleKeys, SpeculationKeys):
     """The method that proposes tokens, and the rule that accepts them."""
 
     length: LengthSection = entry(LengthSection(), "how many tokens each round proposes")
-    options: dict[str, JsonValue] = entry({}, "keys of a plugin's own")
+    options: dict[str, JsonValue] = entry({}, "a plugin's own keys")
 
     @model_validator(mode="after")
     def _suits_its_choices(self) -> Self:
@@ -149,7 +149,7 @@ class SpeculationSection(MethodAndRuleKeys, SpeculationKeys):
 
 
 class SamplingSection(Section):
-    """How tokens are sampled, and when an output ends."""
+    """Settings for sampling tokens and for ending an output."""
 
     source: Literal["recipe", "model"] = entry(
         "recipe",
@@ -176,7 +176,7 @@ class SamplingSection(Section):
 class CacheSection(Section):
     """The KV cache, whose blocks both models share."""
 
-    block_size: Count = entry(16, "tokens a block")
+    block_size: Count = entry(16, "tokens per block")
     dtype: Literal["auto", "fp8"] = entry(
         "auto",
         "dtype of keys and values; auto is the model's own dtype, and fp8 (e4m3) changes the text",
@@ -186,11 +186,12 @@ class CacheSection(Section):
     )
     num_blocks: Annotated[StrictInt, Field(ge=2, le=MAX_COUNT)] | None = entry(
         None,
-        "number of blocks; null takes what fits and can be used; the first holds only padding",
+        "number of blocks; the first holds only padding; null takes as many as fit and can be used",
     )
     max_model_len: Count | None = entry(
         None,
-        "maximum length of prompt plus output; null is the model's own limit, the most allowed",
+        "maximum number of tokens in prompt plus output; null is the model's own limit, which is "
+        "also the highest value",
     )
     cpu_bytes: ByteCount | None = entry(
         None, "on CPU: cache memory per host, such as 8GiB, divided among its ranks"
@@ -211,8 +212,8 @@ class RunSection(Section):
     cuda_graphs: Switch = entry("auto", "replay rounds as CUDA graphs")
     warmup: CountOrZero = entry(1, "unmeasured repeats before the measured ones")
     repeats: Count = entry(3, "measured repeats of each point")
-    prefill_chunk: Count = entry(2048, "most prompt tokens in one forward pass")
-    timeout_s: Seconds = entry(120.0, "seconds of silence after which a rank counts as lost")
+    prefill_chunk: Count = entry(2048, "maximum number of prompt tokens in one forward pass")
+    timeout_s: Seconds = entry(120.0, "seconds without progress after which a rank counts as lost")
 
 
 class EngineSection(Section):
@@ -245,8 +246,8 @@ class LoadSection(Section):
 
     request_rate: Rates | None = entry(
         None,
-        "requests a second; each rate is a point, and inf sends all at once; null measures a "
-        "closed batch",
+        "requests per second; each rate is measured as a point of its own; inf sends all requests "
+        "at once; null measures a closed batch",
     )
     arrivals: Place = entry(
         "poisson", "poisson, constant, gamma:SHAPE or a file of send times in seconds, one per line"
@@ -297,14 +298,14 @@ class DataSection(Section):
     subset: Name | None = entry(None, "configuration of a dataset id")
     column: Name | None = entry(
         None,
-        "column with the prompt; null takes the first that exists of prompt, text, question, "
-        "instruction, turns (the first turn), messages, prompt_token_ids and conversations "
+        "column with the prompt; null takes the first of these that exists: prompt, text, "
+        "question, instruction, turns (the first turn), messages, prompt_token_ids, conversations "
         "(ShareGPT's)",
     )
     limit: Count | None = entry(None, "use only the first N prompts")
     sample: Literal["random", "stratified"] | None = entry(
         None,
-        "draw the limited prompts by run.seed: random, or stratified to balance categories; null "
+        "draw `limit` prompts with run.seed: random, or stratified to balance categories; null "
         "takes the first ones",
     )
     turn: Count = entry(
@@ -326,7 +327,7 @@ class DataSection(Section):
         {}, "the chat template's own switches, such as {enable_thinking: false}"
     )
     chat_template: Name | None = entry(
-        None, "Jinja file of another chat template, or a name among the tokenizer's"
+        None, "Jinja file of another chat template, or the name of one of the tokenizer's templates"
     )
     date: Name | None = entry(
         None,

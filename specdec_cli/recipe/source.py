@@ -16,14 +16,14 @@ from specdec_cli.text import is_unicode
 
 MAX_BYTES = 1_000_000
 MAX_NODES = 20_000  # keys and values
-MAX_EXPANDED = 100_000  # after alias expansion
+MAX_EXPANDED = 100_000  # keys and values after alias expansion
 
 KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem at a line. key: the dotted key with the problem, or empty."""
+    """A problem in one line of a document. key: the dotted key with the problem, or empty."""
 
     line: int
     key: str
@@ -40,7 +40,7 @@ class Document:
     problems: tuple[Problem, ...] = ()
 
     def line_of(self, path: KeyPath) -> int:
-        """The line of the key, or else of the innermost section around it."""
+        """Return the line of the key, or else of the innermost section around it."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, 1)
@@ -64,8 +64,8 @@ def _add_core_scalars(target: type[yaml.SafeLoader] | type[yaml.SafeDumper]) -> 
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that only composes nodes, so that no tag can run code. `_Walk` turns nodes into
-    data."""
+    """A YAML loader that only builds a tree of nodes, so that no tag can run code. `_Walk` turns
+    the nodes into data."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -91,7 +91,7 @@ _add_core_scalars(Dumper)
 
 
 class _Walk:
-    """One pass over the node tree, which builds the data."""
+    """Turns a tree of YAML nodes into data in one pass, and collects its problems."""
 
     def __init__(self) -> None:
         self.lines: dict[KeyPath, int] = {}
@@ -174,7 +174,7 @@ def _scalar(node: yaml.Node) -> object:
 
 
 def dotted(path: KeyPath) -> str:
-    """A key's path, such as `sampling.stop[0]` for `("sampling", "stop", 0)`."""
+    """Write a key's path with dots, such as `sampling.stop[0]` for `("sampling", "stop", 0)`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -203,7 +203,7 @@ def parse(text: str, name: str) -> Document:
 
 
 def _in_words(error: yaml.MarkedYAMLError) -> str:
-    """The parser's error, reworded if the original is unclear."""
+    """Return the parser's error message, reworded if the original is unclear."""
     context, problem = error.context or "", error.problem or "not valid"
     if "'\\t' that cannot start any token" in problem:
         return "a tab where only spaces are allowed"
@@ -213,7 +213,8 @@ def _in_words(error: yaml.MarkedYAMLError) -> str:
 
 
 def parse_value(text: str, name: str) -> object:
-    """The value part of `--set KEY=VALUE`: a YAML scalar, list or mapping."""
+    """Parse the value of `--set KEY=VALUE`: a YAML scalar, list or mapping. name: the text that
+    begins messages. Raises `UsageError` if it is not valid."""
     try:
         document = parse(text, name)
     except UsageError as error:

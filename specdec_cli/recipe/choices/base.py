@@ -1,7 +1,7 @@
-"""Descriptions of methods, rules and policies that need no heavy imports.
+"""Descriptions of the methods, acceptance rules and length policies that a recipe may choose.
 
-The code of a choice is in the module of its name in `methods`, `acceptance` or `lengths`. A
-plugin's code is in the choice itself.
+They need no heavy imports. The code of each is in the module of the same name in `methods`,
+`acceptance` or `lengths`; a plugin's code is in the description's `code`.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from specdec_cli.recipe.choices.forms import DraftForm
 
 WeightsFrom = Literal["none", "draft", "target"]
 
-Setting = Callable[[str, str], Any]  # a recipe's value by section and key; None if it is not set
+Setting = Callable[[str, str], Any]  # returns a recipe's value by section and key; None if unset
 # Returns SGLang's settings for k, by flag name without the prefix --speculative-.
 SglangValues = Callable[[int], dict[str, str | int]]
 
@@ -25,13 +25,14 @@ class VllmConfig:
     notes: tuple[str, ...] = ()
 
 
-# Makes a method's config from a recipe and the draft's name.
+# Makes a method's config from a recipe's settings and the draft's name.
 VllmMaker = Callable[[Setting, str | None], VllmConfig]
 
 
 def drafted(method: str, noun: str, *notes: str, **more: object) -> VllmMaker:
-    """Make the `VllmMaker` of a method with a draft, with the notes common to all such methods.
-    noun: the word for the draft in a note. notes, more: notes and config keys of this method.
+    """Make the `VllmMaker` for a method with a draft. Its config includes the notes that all such
+    methods share. noun: the word for the draft in a note. notes, more: this method's own notes and
+    config keys.
     """
 
     def config_of(setting: Setting, draft: str | None) -> VllmConfig:
@@ -49,22 +50,23 @@ def drafted(method: str, noun: str, *notes: str, **more: object) -> VllmMaker:
 
 
 def sglang_block(algorithm: str) -> SglangValues:
-    """SGLang's settings for a method that drafts k tokens at once."""
+    """Make SGLang's settings for a method that drafts k tokens at once."""
     return lambda k: {"algorithm": algorithm, "num-draft-tokens": k + 1}
 
 
 def sglang_steps(algorithm: str) -> SglangValues:
-    """SGLang's settings for a method that takes k steps of one token each."""
+    """Make SGLang's settings for a method that takes k steps of one token each."""
     return lambda k: sglang_block(algorithm)(k) | {"num-steps": k, "eagle-topk": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class MethodChoice:
-    """A method. what: a short description for the recipe reference. weights_from: the place of the
-    method's weights: the draft that the recipe names, or the target's own files. to_vllm: makes
-    vLLM's config; None if vLLM has no such method. to_sglang: returns SGLang's settings; None if
-    SGLang has no such method. form: how to recognise the method's drafts; None for models of
-    transformers' own classes. code: a plugin's `methods.Method`."""
+    """A method of proposing tokens. what: a short description for the recipe reference.
+    weights_from: where its weights are: in the draft that the recipe names, in the target's own
+    files, or nowhere. to_vllm: makes vLLM's config; None if vLLM has no such method. to_sglang:
+    makes SGLang's settings; None if SGLang has no such method. form: how to recognise the method's
+    drafts; None if they are models of transformers' own classes. code: a plugin's
+    `methods.Method`."""
 
     what: str = ""
     weights_from: WeightsFrom = "none"
@@ -77,8 +79,8 @@ class MethodChoice:
 def sglang_flags(
     choice: MethodChoice, k: int, draft: str | None, weights: tuple[str | None, str | None]
 ) -> list[tuple[str, str]]:
-    """SGLang's flags for a method that SGLang supports. draft: the place of the method's own
-    weights. weights: the recipe's `target.weights` and `draft.weights`."""
+    """Return SGLang's flags for a method that SGLang supports. draft: the draft's folder or id;
+    None without a draft. weights: the recipe's `target.weights` and `draft.weights`."""
     assert choice.to_sglang is not None
     found = choice.to_sglang(k)
     if choice.weights_from == "draft" and draft is not None:
@@ -89,17 +91,18 @@ def sglang_flags(
 
 
 def fp8_flags(weights: object, cache: object) -> list[tuple[str, str]]:
-    """The flags of vLLM and SGLang for fp8 weights and an fp8 cache. weights: its `target.weights`.
-    cache: its `cache.dtype`."""
+    """Return the flags for fp8 weights and an fp8 cache, which vLLM and SGLang share. weights: the
+    recipe's `target.weights`. cache: its `cache.dtype`."""
     flags = [("--quantization", "fp8", weights), ("--kv-cache-dtype", "fp8_e4m3", cache)]
     return [(flag, value) for flag, value, form in flags if form == "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
 class RuleChoice:
-    """An acceptance rule. what: a short description for the recipe reference. is_given: whether the
-    recipe, not the target, decides what is accepted. check: raises `PydanticCustomError` if this
-    rule's keys contradict each other or k. code: a plugin's `acceptance.Rule`."""
+    """An acceptance rule. what: a short description for the recipe reference. is_given: whether
+    acceptance rates come from the recipe, as in synthetic acceptance, and not from the target's
+    probabilities. check: raises `PydanticCustomError` if this rule's keys contradict each other or
+    k. code: a plugin's `acceptance.Rule`."""
 
     what: str = ""
     is_given: bool = False

@@ -1,13 +1,13 @@
-"""The length policies `confidence` and `head` in a recipe."""
+"""The recipe's keys for the length policies `confidence` and `head`."""
 
 from specdec_cli.recipe.fields import Probability, Section, entry
 
 
 class ConfidenceKeys(Section):
-    """The keys of the policies that stop a draft of low confidence."""
+    """Keys of the length policies that stop drafting when confidence is low."""
 
     threshold: Probability = entry(
         0.4,
-        "confidence: a draft stops after a less likely token; head: before a token whose "
-        "acceptance its confidence head finds less likely",
+        "confidence: drafting stops after a token with a lower probability; head: before a token "
+        "to which the draft's confidence head gives a lower chance of acceptance",
     )

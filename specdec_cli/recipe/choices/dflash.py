@@ -1,4 +1,5 @@
-"""The block drafters DFlash and DSpark, in a recipe and in vLLM's config."""
+"""The block drafters DFlash and DSpark: their keys in a recipe, and their settings in vLLM and
+SGLang."""
 
 from typing import Literal
 
@@ -16,18 +17,19 @@ from specdec_cli.recipe.fields import Section, entry
 
 
 class BlockKeys(Section):
-    """The keys of block drafters."""
+    """Keys of block drafters."""
 
     block_width: Literal["k", "trained"] = entry(
         "k",
-        "rows in a pass of a DFlash or DSpark drafter: what k needs (as z-lab and vLLM do), or "
-        "always block_size (as transformers does; then one run predicts every k)",
+        "rows in each pass of a DFlash or DSpark drafter: k takes only as many as k needs (as "
+        "z-lab and vLLM do); trained always takes block_size (as transformers does), so that one "
+        "run predicts every k",
     )
 
 
 _WIDTH = (
-    "Measured with passes of block_size rows (speculation.block_width: trained). vLLM's have only "
-    "the rows that k needs, so its proposals and their acceptance differ."
+    "Measured with passes of block_size rows (speculation.block_width: trained). vLLM's passes "
+    "have only the rows that k needs, so its proposals and their acceptance differ."
 )
 
 
@@ -40,8 +42,8 @@ def _to_vllm(method: str, *notes: str) -> VllmMaker:
 
 
 def _dspark_to_sglang(k: int) -> dict[str, str | int]:
-    """SGLang's settings. SGLang accepts a k that differs from the drafter's `block_size` only if
-    two flags give it."""
+    """Make SGLang's settings for k. SGLang accepts a k other than the drafter's `block_size` only
+    if both of these flags set it."""
     return sglang_block("DSPARK")(k) | {"dspark-block-size": k}
 
 
@@ -57,7 +59,7 @@ DFLASH = MethodChoice(
     ),
 )
 DSPARK = MethodChoice(
-    "drafts a block, with a head that reads the token drawn before",
+    "drafts a block, with a head that reads the previously drawn token",
     weights_from="draft",
     to_vllm=_to_vllm("dspark", "vLLM runs DSpark drafters only with vanilla Markov heads."),
     to_sglang=_dspark_to_sglang,

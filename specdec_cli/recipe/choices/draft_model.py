@@ -1,4 +1,4 @@
-"""A draft model in vLLM's config."""
+"""The method that drafts with a smaller model: its settings in vLLM and SGLang."""
 
 from specdec_cli.recipe.choices.base import MethodChoice, drafted, sglang_steps
 

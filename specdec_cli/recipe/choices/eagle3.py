@@ -1,4 +1,5 @@
-"""An EAGLE-3 head in a recipe, and in vLLM's config. A head is recognised by its config alone."""
+"""EAGLE-3 heads: their keys in a recipe, their settings in vLLM and SGLang, and how to recognise a
+head from its config.json alone."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -17,7 +18,7 @@ Dialect = Literal["flat", "model-optimizer", "speculators", "deepspec"]
 
 
 class Eagle3Keys(Section):
-    """The keys that override a checkpoint's conventions, which tools interpret differently."""
+    """Keys that override an EAGLE-3 head's own config, where tools interpret it differently."""
 
     eagle3_layers: tuple[CountOrZero, ...] | None = entry(
         None,
@@ -27,7 +28,7 @@ class Eagle3Keys(Section):
     eagle3_counting: Counting | None = entry(
         None,
         "whether layer ids in an EAGLE-3 head's config mean inputs or outputs of layers; null "
-        "decides by the config's form",
+        "decides by the config's format",
     )
 
     @field_validator("eagle3_layers")
@@ -62,7 +63,8 @@ FORM = DraftForm(
 
 
 def dialect_of(config: Mapping[str, Any]) -> Dialect | None:
-    """The form in which a config.json describes an EAGLE-3 head; None if it describes none."""
+    """Return the format in which a config.json describes an EAGLE-3 head; None if it describes
+    none."""
     if FORM.seen(config) is None:
         return None
     if first_seen(speculator("eagle3"), config) is not None:

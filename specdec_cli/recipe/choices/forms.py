@@ -1,4 +1,4 @@
-"""Kinds of drafts, recognised by config.json alone, from the keys that each kind must or must not
+"""Recognises kinds of drafts from config.json alone, by the keys that each kind must or must not
 have."""
 
 import re
@@ -14,14 +14,15 @@ _ABSENT = object()
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """A config key that identifies a kind of draft. key: dotted if it is nested. counts: whether
-    the key's value is such a sign."""
+    """A config key that identifies a kind of draft. key: its name, with dots if it is nested.
+    counts: returns True if the key's value identifies this kind."""
 
     key: str
     counts: Callable[[Any], bool] = lambda value: value is not None
 
     def seen(self, config: Mapping[str, Any]) -> str | None:
-        """The key with its value, for a message; None if the config does not have it."""
+        """Return the key and its value for a message; None if the config does not have this
+        sign."""
         value: Any = config
         for part in self.key.split("."):
             value = value.get(part, _ABSENT) if isinstance(value, Mapping) else _ABSENT
@@ -34,9 +35,9 @@ class Sign:
 class DraftForm:
     """A kind of draft other than an ordinary model.
 
-    noun: its name in messages, with an article. must: groups of signs; a config of the kind has a
-    sign of each group. must_not: groups of signs of other kinds; a config of the kind has none of
-    these signs.
+    noun: its name in messages, with an article. must: groups of signs; a config of this kind has at
+    least one sign of each group. must_not: groups of signs of other kinds; a config of this kind
+    has none of them.
     """
 
     noun: str
@@ -44,27 +45,28 @@ class DraftForm:
     must_not: tuple[tuple[Sign, ...], ...] = ()
 
     def seen(self, config: Mapping[str, Any]) -> str | None:
-        """The sign by which a config is of this kind; None if it is not."""
+        """Return the sign that shows that a config is of this kind; None if it is not."""
         return None if self.barred(config) is not None else self.claimed(config)
 
     def claimed(self, config: Mapping[str, Any]) -> str | None:
-        """The sign by which a config says that it is of this kind, whatever else it says."""
+        """Return the sign by which a config claims to be of this kind, even if it also has signs of
+        other kinds; None if it does not claim this."""
         found = [first_seen(group, config) for group in self.must]
         return None if None in found else found[0]
 
     def barred(self, config: Mapping[str, Any]) -> str | None:
-        """The sign of another kind for which a config is not of this one."""
+        """Return the sign of another kind that rules this kind out; None if there is none."""
         return first_seen(tuple(chain.from_iterable(self.must_not)), config)
 
 
 def first_seen(signs: tuple[Sign, ...], config: Mapping[str, Any]) -> str | None:
-    """The first of the signs that a config has, for a message."""
+    """Return the first of the signs that a config has, for a message; None if it has none."""
     return next((told for sign in signs if (told := sign.seen(config)) is not None), None)
 
 
 def speculator(*names: str, others: bool = False) -> tuple[Sign, ...]:
-    """Signs of a config from the speculators library whose kind is one of `names`, or, with
-    `others`, none of them."""
+    """Return the signs of a config from the speculators library whose kind is one of `names`. With
+    `others`, its kind is any other."""
 
     def counts(value: Any) -> bool:
         return value is not None and (value in names) != others
@@ -75,7 +77,8 @@ def speculator(*names: str, others: bool = False) -> tuple[Sign, ...]:
 
 
 def named(pattern: str) -> Sign:
-    """The sign of a class in `architectures` whose lower-case name contains the pattern."""
+    """Return the sign that a class in `architectures` has a name that matches the pattern. Names
+    are compared in lower case."""
 
     def counts(value: Any) -> bool:
         names = [str(name).lower() for name in value] if isinstance(value, list) else []
@@ -85,7 +88,7 @@ def named(pattern: str) -> Sign:
 
 
 def valued(key: str, *values: str, others: bool = False) -> Sign:
-    """The sign of a key with one of these values, or, with `others`, any other value."""
+    """Return the sign that a key has one of these values. With `others`, it has any other value."""
     return Sign(key, lambda value: value is not None and (value in values) != others)
 
 
@@ -119,7 +122,7 @@ BEYOND_DFLASH = (
     named(r"dflash\d|domino"),
     valued("dflash_config.projector_type", "dflash", "dspark", others=True),
 )
-# Keys with the mask token's id, which drafts that propose all tokens in one pass have.
+# Keys for the id of a mask token. Drafts that propose all tokens in one pass have such a token.
 MASK = tuple(map(Sign, ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")))
 PARD2 = (valued("spd_type", "pard2"), Sign("pard2_target_layers"))
 BEYOND_PARD = (*PARD2, valued("spd_type", "pard", others=True))

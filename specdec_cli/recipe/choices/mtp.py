@@ -1,5 +1,5 @@
-"""Multi-token prediction by modules in the target's checkpoint, in a recipe and in vLLM's
-config."""
+"""Modules for multi-token prediction (MTP): their keys in a recipe, and their settings in vLLM and
+SGLang."""
 
 from typing import Literal
 
@@ -9,20 +9,20 @@ from specdec_cli.recipe.fields import Section, entry
 
 
 class MtpKeys(Section):
-    """The keys that override a checkpoint's conventions, which tools interpret differently."""
+    """Keys for conventions of MTP modules that tools interpret differently."""
 
     mtp_fed_back: Literal["normed", "raw"] = entry(
         "normed",
-        "whether the next step of an MTP module reads its hidden state after the final "
-        "norm or before it (vLLM: raw for glm4_moe)",
+        "whether each step of an MTP module reads the previous step's hidden state after the "
+        "final norm or before it (vLLM: raw for glm4_moe)",
     )
     mtp_first_embedding: Literal["used", "zeroed"] = entry(
         "used", "whether an MTP module uses the embedding in its first row (vLLM zeroes it)"
     )
     mtp_copies: Literal["ignored", "used"] = entry(
         "ignored",
-        "whether an MTP module uses its own embedding and head, if it has them, instead of the "
-        "target's (vLLM: used)",
+        "whether an MTP module uses its own embeddings and vocabulary head, if it has them, "
+        "instead of the target's (vLLM: used)",
     )
 
 

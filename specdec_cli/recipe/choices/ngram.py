@@ -1,4 +1,4 @@
-"""Prompt lookup in a recipe, and in vLLM's config."""
+"""Prompt lookup: its keys in a recipe, and its settings in vLLM and SGLang."""
 
 from typing import Annotated
 
@@ -10,7 +10,7 @@ from specdec_cli.recipe.fields import Count, Section, entry
 
 
 class NgramKeys(Section):
-    """The keys of prompt lookup."""
+    """Keys of prompt lookup."""
 
     ngram_max: Annotated[StrictInt, Field(ge=1, le=32)] = entry(
         4, "longest n-gram looked up in the text so far"

@@ -1,4 +1,4 @@
-"""A PARD draft in a recipe, and in vLLM's config."""
+"""PARD drafts: their settings in vLLM, and how to recognise one from its config.json."""
 
 from specdec_cli.recipe.choices import forms
 from specdec_cli.recipe.choices.base import MethodChoice, drafted

@@ -1,4 +1,4 @@
-"""A P-EAGLE head in a recipe, and in vLLM's config."""
+"""P-EAGLE heads: their settings in vLLM, and how to recognise one from its config.json."""
 
 from specdec_cli.recipe.choices import forms
 from specdec_cli.recipe.choices.base import MethodChoice, drafted

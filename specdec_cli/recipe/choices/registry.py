@@ -1,6 +1,7 @@
-"""The methods, acceptance rules and length policies that a recipe may name, including those of
-plugins. A new choice needs a line here and its code in a module of its name. Its keys and the form
-of its drafts, if any, go into a module beside this one. Imports nothing heavy.
+"""The methods, acceptance rules and length policies that a recipe may name, including plugins'.
+
+A new one needs a line here, and its code in a module of its name. Its recipe keys and its
+`DraftForm`, if any, go into a module beside this one. Imports nothing heavy.
 """
 
 from collections.abc import Mapping
@@ -44,21 +45,21 @@ RULES: dict[str, RuleChoice] = {
     "synthetic": SYNTHETIC,
 }
 POLICIES: dict[str, PolicyChoice] = {
-    "fixed": PolicyChoice("k every round"),
-    "confidence": PolicyChoice("a draft stops after an unlikely token"),
+    "fixed": PolicyChoice("k tokens every round"),
+    "confidence": PolicyChoice("drafting stops after an unlikely token"),
     "head": PolicyChoice(
-        "a draft stops before a token to which its confidence head gives a low score"
+        "drafting stops before a token to which the draft's confidence head gives a low score"
     ),
     "adaptive": PolicyChoice("chooses k by its measured gain"),
 }
 
 
 class MethodAndRuleKeys(TypicalKeys, NgramKeys, Eagle3Keys, MtpKeys, BlockKeys, SyntheticKeys):
-    """The keys of `speculation` that belong to one method or rule."""
+    """Keys of `speculation` that belong to one method or acceptance rule."""
 
 
 class PolicyKeys(AdaptiveKeys, ConfidenceKeys):
-    """The keys of `speculation.length` that belong to one policy."""
+    """Keys of `speculation.length` that belong to one length policy."""
 
 
 def add(choices: dict[str, Choice], name: str, choice: Choice) -> None:
@@ -72,7 +73,8 @@ _MIXED = DraftForm("a draft of contradictory kinds", ())
 
 
 class Fitting(NamedTuple):
-    """A draft form that a config fits, the sign of it, and the method that runs it, or None."""
+    """A kind of draft that a config fits. seen: the sign that shows this, for a message. method:
+    the method that runs drafts of this kind; None if there is none."""
 
     form: DraftForm
     seen: str
@@ -80,27 +82,27 @@ class Fitting(NamedTuple):
 
 
 def fitting_forms(config: Mapping[str, Any]) -> list[Fitting]:
-    """The forms of drafts that a config.json fits; none for an ordinary model."""
+    """Return the kinds of drafts that a config.json fits; [] for an ordinary model."""
     forms: list[tuple[DraftForm, str | None]] = [(form, None) for form in UNBUILT]
     forms += [(choice.form, name) for name, choice in METHODS.items() if choice.form is not None]
     found = [Fitting(form, form.seen(config) or "", method) for form, method in forms]
     found = [fits for fits in found if fits.seen]
-    # A config that says of what kind it is, but fits none, contradicts itself.
+    # A config that claims a kind but fits none contradicts itself.
     told = ((form.claimed(config), form.barred(config)) for form, method in forms if method)
     signs = [f"{own} and {other}" for own, other in told if own and other]
     return found or [Fitting(_MIXED, sign, None) for sign in signs[:1]]
 
 
 def weights_from(method: object) -> WeightsFrom:
-    """Where the weights of the method of this name come from; `none` for an unknown name."""
+    """Return the source of the weights of the method with this name; `none` for an unknown name."""
     return METHODS[method].weights_from if isinstance(method, str) and method in METHODS else "none"
 
 
 def without_draft(name: str | None) -> bool:
-    """True if `name` is a method that proposes without a draft in the recipe."""
+    """Return True if `name` is a method that proposes without a draft in the recipe."""
     return name in METHODS and name != NONE and weights_from(name) != "draft"
 
 
 def is_given(rule: object) -> bool:
-    """True if the acceptance rule of this name takes acceptance from the recipe."""
+    """Return True if the acceptance rule with this name takes acceptance rates from the recipe."""
     return isinstance(rule, str) and rule in RULES and RULES[rule].is_given

@@ -1,4 +1,4 @@
-"""Synthetic acceptance in a recipe."""
+"""Synthetic acceptance: its keys in a recipe, and the acceptance rates that they give."""
 
 from itertools import pairwise
 from typing import Annotated
@@ -12,13 +12,13 @@ from specdec_cli.recipe.fields import NUMBER, Probability, Section, entry
 
 
 class SyntheticKeys(Section):
-    """The keys of synthetic acceptance. A recipe with this rule needs one of these keys."""
+    """Keys of synthetic acceptance. A recipe with this rule needs exactly one of them."""
 
     synthetic_acceptance_rates: tuple[Probability, ...] | None = entry(
         None, "marginal chance that position i is accepted; at least k rates, in descending order"
     )
     synthetic_acceptance_length: Annotated[float, Field(ge=1.0), NUMBER] | None = entry(
-        None, "mean tokens a round, bonus token included (1 to k + 1)"
+        None, "mean number of tokens per round, including the bonus token (1 to k + 1)"
     )
 
     @field_validator("synthetic_acceptance_rates")
@@ -56,8 +56,8 @@ def _check(keys: SyntheticKeys, k: int) -> None:
 
 
 def even_rate(length: float, k: int) -> float:
-    """The acceptance rate, equal for all k positions, at which a round has `length` tokens on
-    average.
+    """Compute the acceptance rate, the same at all k positions, with which a round gives `length`
+    tokens on average.
 
     Solves (1 - a^(k+1)) / (1 - a) = length for a (Leviathan et al., equation 1).
     """
@@ -69,9 +69,10 @@ def even_rate(length: float, k: int) -> float:
 
 
 def marginal_rates(keys: SyntheticKeys, own_k: int, k: int) -> tuple[float, ...]:
-    """The marginal acceptance rate of each position, for at least k positions. own_k: the recipe's
-    k. A mean length holds at this k, and the rate that gives it is used for every k. Raises
-    `UsageError` if fewer rates than k are given.
+    """Return the marginal acceptance rate of each position, for at least k positions.
+
+    own_k: the recipe's k. A mean length in the recipe is for this k; the rate that gives this
+    length is used for every k. Raises `UsageError` if the recipe gives fewer rates than k.
     """
     rates, length = keys.synthetic_acceptance_rates, keys.synthetic_acceptance_length
     if rates is None:
@@ -85,4 +86,4 @@ def marginal_rates(keys: SyntheticKeys, own_k: int, k: int) -> tuple[float, ...]
     return rates
 
 
-SYNTHETIC = RuleChoice("lossy, at given rates", is_given=True, check=_check)
+SYNTHETIC = RuleChoice("lossy, accepts at rates that you give", is_given=True, check=_check)

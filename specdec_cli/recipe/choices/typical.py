@@ -1,10 +1,10 @@
-"""Typical acceptance in a recipe."""
+"""The recipe's keys for typical acceptance."""
 
 from specdec_cli.recipe.fields import Probability, Section, entry
 
 
 class TypicalKeys(Section):
-    """The keys of typical acceptance."""
+    """Keys of typical acceptance."""
 
     typical_threshold: Probability = entry(
         0.09, "typical: proposals above this probability are always accepted"

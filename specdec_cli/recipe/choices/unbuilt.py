@@ -1,4 +1,4 @@
-"""Known kinds of drafts that no method here runs yet."""
+"""Known kinds of drafts that specdec cannot run yet."""
 
 from specdec_cli.recipe.choices import forms
 from specdec_cli.recipe.choices.forms import DraftForm, Sign, named, speculator, valued
