@@ -1,5 +1,5 @@
-"""`python -m specdec_cli` runs `specdec`. A signal during the imports is handled like a later
-one."""
+"""Runs `specdec`, also as `python -m specdec_cli`. A signal during the imports is handled like a
+later one."""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""The `specdec` command: registers commands and turns every outcome into an exit code.
+"""The `specdec` command line: registers the commands, and turns every outcome into an exit code.
 
-Commands are implemented elsewhere. Imports nothing heavy, so that help is quick.
+The commands are implemented elsewhere. Imports nothing heavy, so that help is quick.
 """
 
 import atexit
@@ -88,9 +88,9 @@ def root(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; no exception escapes.
 
-    Under `--json` a command's standard output is held back until it is done, so that a failure at
-    any moment leaves exactly one document: the result or the error. Without `argv` this is the
-    process's only work, so the process may end inside the call.
+    With `--json`, a command's standard output is held back until the command is done. So there is
+    exactly one document, the result or the error, whenever a failure occurs. Without `argv`, this
+    is all that the process does, so the process may end inside the call.
     """
     code = _main(argv)
     if argv is None:
@@ -120,7 +120,8 @@ def _main(argv: Sequence[str] | None) -> int:
         if as_json and (outcome.failed or is_mute):
             document = json.dumps({"error": outcome.document()}) + "\n" if outcome.is_said else ""
         _report(outcome, verbose)
-        # Show the commands to a user who types only the name, but not to a completing shell.
+        # Show the list of commands if the user typed only `specdec`. A shell that asks for
+        # completions gets no error, and so no list.
         if not arguments and isinstance(outcome.error, UsageError):
             command = typer.main.get_command(app)
             context = command.make_context("specdec", [], resilient_parsing=True)
@@ -131,12 +132,12 @@ def _main(argv: Sequence[str] | None) -> int:
             if outcome.failed:
                 place.rank.exit(outcome.code)
             if place.rank.seat.folder is not None:
-                return 0  # the report has the exit code; a nonzero code here means a failed rank
+                return 0  # the report has the exit code; any other code would mean a failed rank
     return outcome.code
 
 
 def _module() -> str:
-    """The module that this process runs: `specdec_cli`, unless another one extends the command."""
+    """Return the module that this process runs: `specdec_cli`, or a module that extends it."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec.name if spec is not None else "specdec_cli"
 
@@ -152,8 +153,8 @@ def _place(program: Sequence[str], verbose: bool, outcome: "_Outcome") -> Place:
 
 
 def _end_rank(rank: Rank, outcome: "_Outcome", asked: Sequence[signal.Signals] = ()) -> None:
-    """Report this rank's end. If the error must be shown, adopt the root cause, which may be
-    another rank's error.
+    """Report how this rank ended. If this rank must show the error to the user, `outcome` becomes
+    the root cause, which may be another rank's error.
 
     asked: the signals received so far.
     """
@@ -218,8 +219,8 @@ def _run(arguments: list[str], place: Place, outcome: _Outcome) -> None:
 
 
 def _blame_signal(asked: list[signal.Signals], outcome: _Outcome) -> None:
-    """Treat an unforeseen error after a signal as the signal, because transformers wraps an
-    exception raised during an import."""
+    """Report an unexpected error after a signal as the signal itself, because transformers wraps
+    exceptions that are raised during an import."""
     is_foreseen = outcome.error is None or isinstance(outcome.error, (SpecdecError, OSError))
     if asked and not is_foreseen:
         if asked[-1] == signal.SIGINT:
@@ -276,10 +277,10 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
         )
 
 
-# A shell gives this code to a process that SIGPIPE ended: the reader closed the pipe.
+# The exit code that shells give a process that SIGPIPE ended, because the reader closed the pipe.
 _PIPE_CLOSED = 128 + signal.SIGPIPE
-# A full disk and other failures of the machine rather than of the run. The last two come from
-# streams that cannot be written.
+# A full disk and other failures of the machine, not of the run. The last two mean that a stream
+# cannot be written.
 _MACHINE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOMEM}
     | {errno.EBADF, errno.EIO}
@@ -287,7 +288,7 @@ _MACHINE_ERRNOS = frozenset(
 
 
 def _report(outcome: _Outcome, verbose: bool) -> None:
-    """Write the error to stderr, without control characters that a terminal would obey."""
+    """Write the error to stderr, with control characters escaped."""
     if not outcome.is_said:
         return
     lines = []
@@ -297,14 +298,15 @@ def _report(outcome: _Outcome, verbose: bool) -> None:
         lines += [f"error: {line}" for line in outcome.message.splitlines()]
     if outcome.hint:
         lines += [f"hint: {line}" for line in outcome.hint.splitlines()]
-    # If stderr is closed, nobody can be told.
+    # If stderr is closed, there is nowhere to report the error.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write("".join(f"{inert(line)}\n" for line in lines))
         sys.stderr.flush()
 
 
 def _deliver(document: str, outcome: _Outcome) -> None:
-    """Write the held-back document and flush; a full disk or a closed pipe raises only here."""
+    """Write the document that was held back, and flush. A full disk or a closed pipe raises only
+    here."""
     if sys.stdout is None:  # started with stdout closed (>&-)
         return
     try:
@@ -325,7 +327,7 @@ def _deliver(document: str, outcome: _Outcome) -> None:
 
 
 def _discard_stdout() -> None:
-    """Point stdout at /dev/null. Otherwise the interpreter's flush at exit would fail again."""
+    """Redirect stdout to /dev/null. Otherwise the interpreter's flush at exit would fail again."""
     with contextlib.suppress(OSError, ValueError):
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stdout.fileno())
@@ -333,11 +335,11 @@ def _discard_stdout() -> None:
 
 
 def _leave(code: int) -> None:
-    """End a process with torch at once: freeing its million objects one by one takes a second.
+    """End a process that has imported torch at once, since freeing its million objects one by one
+    takes a second.
 
     With CUDA the process exits normally, because profilers write their records at exit. After an
-    interrupt it ends at once in any case: otherwise Python may end by the pending signal instead of
-    with `code`.
+    interrupt it always ends at once: otherwise the pending signal may end Python instead of `code`.
     """
     cuda = sys.modules.get("torch.cuda")
     if code != ExitCode.SIGINT and (cuda is None or cuda.is_initialized()):

@@ -1,7 +1,7 @@
-"""The errors that a user can cause, each with the contract's exit code, and warnings.
+"""Errors that a user can cause, with their exit codes, and warnings.
 
-`app.main` shows an error as a line on stderr, or as the JSON error document under `--json`;
-warnings are in the documents' `warnings`.
+`app.main` shows an error as a line on stderr, and with `--json` as a JSON document. JSON results
+list warnings under `warnings`.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -11,7 +11,7 @@ from typing import Any, Self
 
 
 class ExitCode(IntEnum):
-    """Exit codes of every command (the contract that scripts rely on)."""
+    """The exit codes of all commands. Scripts rely on them."""
 
     OK = 0
     RUN_FAILED = 1
@@ -53,9 +53,10 @@ LOGGED: list[Notice] = []  # the warnings that this command logged
 
 
 class SpecdecError(Exception):
-    """An error as one clear line: `message` says what is wrong and where, `hint` what to do.
+    """An error that is shown as one line. `message` says what is wrong and where; `hint` says what
+    to do.
 
-    is_common: every rank of a run raises the same error, so no rank is named as the cause.
+    is_common: whether every rank of a run raises the same error, so that the message names no rank.
     """
 
     code: ExitCode = ExitCode.RUN_FAILED
@@ -74,8 +75,8 @@ class UsageError(SpecdecError):
 
 
 class OtherSettings(UsageError):
-    """The folder's run has different settings. about: makes the same error with the given keys
-    first, which are those that the user typed."""
+    """The run in the output folder has different settings. about: given the keys that the user
+    typed, makes the same error with these keys named first."""
 
     def __init__(
         self, message: str, hint: str, about: Callable[[Collection[str]], UsageError]
@@ -91,8 +92,8 @@ class SetupError(SpecdecError):
 
 
 class NoRoomError(SetupError):
-    """The smallest possible cache does not fit. All ranks know each other's memory, so all raise
-    this."""
+    """The smallest possible cache does not fit into memory. All ranks know each other's memory, so
+    all of them raise this."""
 
     is_common = True
 
@@ -110,10 +111,9 @@ class RunError(SpecdecError):
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """True if memory of the host or of a device ran out.
+    """Return True if the host or a device ran out of memory.
 
-    Also true for an error that followed from lack of memory, such as the failed end of a CUDA graph
-    capture.
+    This includes errors that follow from it, such as the failed end of a CUDA graph capture.
     """
     if isinstance(error, MemoryError):
         return True

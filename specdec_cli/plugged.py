@@ -1,7 +1,7 @@
 """Wrappers that let a plugin's proposer, rule or policy take the place of a built-in one.
 
-They add defaults and checks. A plugin's class may define as little as one method. A mistake in it
-ends the run with a one-line error that names the plugin.
+They add defaults and checks, so a plugin's class may define as little as one method. A mistake in
+it ends the run with a one-line error that names the plugin.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,8 +25,11 @@ from specdec_cli.text import one_line
 
 @contextmanager
 def blamed(who: str, doing: str, about_none: str = "") -> Iterator[None]:
-    """Turn the plugin's own errors, but not the project's, into a `UsageError` of one line.
-    about_none: a hint for an error about None."""
+    """Turn errors of a plugin, but not specdec's own errors, into a one-line `UsageError`.
+
+    who: the plugin's name in the message. doing: the method that it was running. about_none: a hint
+    for an error about None.
+    """
     try:
         yield
     except (SpecdecError, NoForecast, torch.OutOfMemoryError):
@@ -38,7 +41,8 @@ def blamed(who: str, doing: str, about_none: str = "") -> Iterator[None]:
 
 
 class WatchedOptions(dict[str, Any]):
-    """`speculation.options` for a plugin. asked: the keys that the plugin has asked for."""
+    """The recipe's `speculation.options`, as plugins get them. asked: the keys that plugins have
+    read."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)
@@ -62,7 +66,7 @@ class WatchedOptions(dict[str, Any]):
         return super().__iter__()
 
     def refuse_unknown(self) -> None:
-        """Raise `UsageError` for a key that no plugin has asked for."""
+        """Raise `UsageError` for a key that no plugin has read."""
         for key in super().keys():
             if key not in self.asked:
                 names = ", ".join(sorted(self.asked)) or "none"
@@ -87,8 +91,9 @@ def _word(dtype: torch.dtype) -> str:
 
 
 class PluggedMethod:
-    """A proposer that wraps a plugin's object `made`, which has `propose`. Members that `made`
-    lacks come from `methods.base.Proposer`, without inheritance."""
+    """A proposer that wraps an object of a plugin's class `made`, which must define `propose`.
+    Members that `made` lacks come from `methods.base.Proposer`; the plugin need not inherit from
+    it."""
 
     def __init__(self, name: str, made: type[Any], parts: MethodParts) -> None:
         self.who = f"method {name}"
@@ -100,7 +105,7 @@ class PluggedMethod:
             self.feature_layers = tuple(self.inner.feature_layers)
 
     def __getattr__(self, name: str) -> Any:
-        """The plugin's own attribute of this name. Errors in its methods name the plugin."""
+        """Return the plugin's own attribute of this name. Errors in its methods name the plugin."""
         found = getattr(self.inner, name)
         if not callable(found):
             return found
@@ -151,9 +156,9 @@ class PluggedMethod:
 
 
 class PluggedRule(AcceptanceRule):
-    """A rule that wraps `inner`, which has `decide` and optionally other members of
+    """An acceptance rule that wraps `inner`, which must have `decide` and may have other members of
     `acceptance.base.AcceptanceRule`. Without `is_lossless` it counts as lossy, and all its results
-    are labelled so.
+    are labelled as lossy.
     """
 
     def __init__(self, name: str, inner: Any) -> None:
@@ -188,7 +193,8 @@ class PluggedRule(AcceptanceRule):
 
 
 class PluggedPolicy:
-    """A policy that wraps `inner`, which may have any member of `lengths.base.LengthPolicy`."""
+    """A length policy that wraps `inner`, which may have any member of
+    `lengths.base.LengthPolicy`."""
 
     is_fixed = False
 

@@ -28,7 +28,7 @@ from specdec_cli.text import one_line
 
 Made = TypeVar("Made", bound=type[Any])
 
-LOADED: dict[Path, str] = {}  # plugin files and their SHA-256, for the record of the environment
+LOADED: dict[Path, str] = {}  # each plugin file's SHA-256, for the record of the environment
 
 
 def method(name: str, *, weights_from: WeightsFrom = "none") -> Callable[[Made], Made]:
@@ -85,14 +85,16 @@ def policy(name: str) -> Callable[[Made], Made]:
 
 
 def _words(made: type[Any]) -> str:
-    """A short description of a class for lists: the first line of its docstring, and its file."""
+    """Return a short description of a class for lists: the first line of its docstring, and its
+    file."""
     file = Path(getattr(sys.modules.get(made.__module__), "__file__", None) or made.__module__)
     own = " ".join((made.__doc__ or "").strip().partition("\n")[0].split())
     return f"{one_line(own)} ({file.name})" if own else f"from the plugin {file.name}"
 
 
 def load(file: str) -> None:
-    """Run a plugin, once per process. Raises `UsageError` with the error in one line."""
+    """Run a plugin file, at most once per process. Raises `UsageError` if it fails or registers
+    nothing."""
     path = Path(file).resolve()
     if path in LOADED:
         return
@@ -123,7 +125,7 @@ def load(file: str) -> None:
 
 
 def _line(problem: BaseException, path: Path) -> str:
-    """The plugin's line in which an error occurred, as `:12`."""
+    """Return the line of the plugin in which an error occurred, such as `:12`; empty if unknown."""
     if isinstance(problem, SyntaxError) and problem.lineno is not None:
         return f":{problem.lineno}"
     lines = [

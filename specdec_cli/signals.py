@@ -8,8 +8,8 @@ from types import FrameType
 
 from specdec_cli.errors import ExitCode
 
-# A signal this soon after another is the same request: a second Ctrl-C, or a signal to the whole
-# group.
+# A signal that comes this soon after another is the same request: a second Ctrl-C, or a signal to
+# the whole process group.
 _SAME_REQUEST_S = 5.0
 
 # Python's default handlers. Handlers set by nohup or a caller are kept.
@@ -22,13 +22,13 @@ _USUAL: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal.
 
 @contextlib.contextmanager
 def signals(*, is_last: bool) -> Iterator[list[signal.Signals]]:
-    """During the block, end the command on SIGINT, SIGTERM and SIGHUP by an exception, so that
-    clean-up runs.
+    """During the block, raise an exception on SIGINT, SIGTERM and SIGHUP, so that the command ends
+    with its clean-up.
 
     A signal soon after another is ignored, because it would interrupt the clean-up. A later signal
-    counts, because the clean-up may hang and an exception in a `__del__` is lost. is_last: whether
-    the process ends after this block; if so, signals after the first are ignored at the end. Yields
-    the list of signals received so far.
+    raises again, because the clean-up may hang, or the first exception may be lost in a `__del__`.
+    is_last: whether the process ends after this block; if so, and a signal came, later signals are
+    ignored. Yields the list of signals received so far.
     """
     taken: list[signal.Signals] = []
     asked: list[signal.Signals] = []
@@ -43,7 +43,7 @@ def signals(*, is_last: bool) -> Iterator[list[signal.Signals]]:
         is_interrupt = signum == signal.SIGINT
         raise KeyboardInterrupt if is_interrupt else SystemExit(int(ExitCode.SIGTERM))
 
-    # ValueError: handlers can be set in the main thread only, and signals arrive only there.
+    # ValueError: only the main thread can set handlers, and only it receives signals.
     with contextlib.suppress(ValueError):
         for number, usual in _USUAL.items():
             if signal.getsignal(number) == usual:

@@ -1,4 +1,4 @@
-"""The stages of a command's start, in its log. Imports nothing heavy."""
+"""Logs the stages of a command's start. Imports nothing heavy."""
 
 import logging
 import time
@@ -10,5 +10,6 @@ FIRST_TOKEN = "the first token"
 
 
 def begin_stage(what: str) -> None:
-    """Log, with -v, that `what` begins, and the seconds since this module was imported."""
+    """Log, with -v, that the stage `what` begins, and the seconds since this module was
+    imported."""
     _log.debug("%.3f s: %s", time.perf_counter() - _BEGUN, what)

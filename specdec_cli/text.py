@@ -1,4 +1,4 @@
-"""Escapes foreign text for terminals, and shortens messages and values.
+"""Escapes text from outside for terminals, and shortens messages and values.
 
 Printing is left to the callers.
 """
@@ -18,50 +18,50 @@ _MAX_LINES = 5
 
 
 def inert(text: str) -> str:
-    """The text with every harmful character written as its escape, such as `\\x1b`."""
+    """Replace every harmful character of a text by its escape, such as `\\x1b`."""
     return _HARMFUL.sub(lambda match: _escape(match[0]), text)
 
 
 def inert_json(document: str) -> str:
-    """The JSON document with harmful characters as JSON escapes, so that it reads back as the same
-    value."""
-    # JSON has no such characters outside of strings.
+    """Replace harmful characters of a JSON document by JSON escapes. Its value stays the same."""
+    # In JSON, such characters occur only inside strings.
     return _HARMFUL.sub(lambda match: f"\\u{ord(match[0]):04x}", document)
 
 
 def one_line(text: str) -> str:
-    """A name, such as a key, for a message: only visible characters, at most 80."""
+    """Make a name, such as a key, fit for a message: only printable characters, and at most 80 of
+    them."""
     shown = "".join(char if char.isprintable() else _escape(char) for char in text[:80])
     return shown if len(text) <= 80 else f"{shown}…"
 
 
 def shortened(line: str) -> str:
-    """The line, without its middle if it is very long."""
+    """Return a line, without its middle if it is very long."""
     return line if len(line) <= 1000 else f"{line[:495]} … {line[-495:]}"
 
 
 def first_line(problem: BaseException) -> str:
-    """The first line of an exception's message that is not blank; empty if there is none."""
+    """Return the first line of an exception's message that is not blank; empty if there is none."""
     return "".join(str(problem).strip().splitlines()[:1])
 
 
 def reason_of(problem: BaseException) -> str:
-    """The first line of an exception's message, cut short, with the next line if it ends with a
-    colon; the exception's type if there is no message."""
+    """Return the first line of an exception's message, at most 200 characters. If it ends with a
+    colon, the next line is added. Without a message, returns the name of the exception's type."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     told = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
     return (" ".join(told) or type(problem).__name__)[:200]
 
 
 def shown(value: object) -> str:
-    """A value as JSON (nearly YAML), cut short."""
+    """Write a value as JSON, cut to 40 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
 
 
 def in_lines(told: list[str], what: str, where: str = "") -> str:
-    """Up to five of the problems, one per line, and the number of further problems. what: the noun
-    for the problems. where: the file that has them, if it is a single one.
+    """List up to five problems, one per line, and the number of further ones. what: the noun for a
+    problem, such as line. where: the file that has the problems, if it is a single one.
     """
     shown, more = told[:_MAX_LINES], len(told) - _MAX_LINES
     rest = f"{where}: and" if where else "and"
@@ -69,21 +69,23 @@ def in_lines(told: list[str], what: str, where: str = "") -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 tensor` or `2 tensors`."""
+    """Write a number with its noun, such as `1 tensor` or `2 tensors`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def of_many(told: list[str], what: str) -> str:
-    """The number of bad items, and the first one."""
+    """Write the number of bad items, and the first of their problems."""
     if len(told) == 1:
         return f"1 bad {what}: {told[0]}"
     return f"{len(told)} bad {what}s, the first of them: {told[0]}"
 
 
 def parse_bytes(text: str) -> int:
-    """Parse `80GiB`, `141G` or a number of bytes; GB and the like are powers of 1000.
+    """Parse a size such as `80GiB`, `141G` or a number of bytes. Units such as GB are powers of
+    1000; GiB and G are powers of 1024.
 
-    Raises `ValueError` whose message has a hint after a semicolon if the size is improbable.
+    Raises `ValueError` if it is not a size, or if it is so small that a unit was probably
+    forgotten.
     """
     match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(i?b)?\s*", text, re.I)
     if match is None or not (number := float(match[1])):
@@ -95,9 +97,9 @@ def parse_bytes(text: str) -> int:
 
 
 def digest(value: Any) -> str:
-    """A short hash of a value as JSON, independent of the order of keys.
+    """Compute a short hash of a value as JSON. The order of keys does not matter.
 
-    Run folders hold such hashes, so the computation must not change.
+    Run folders contain such hashes, so the computation must not change.
     """
     import hashlib  # imported here, because --help does not need it
 
@@ -105,7 +107,7 @@ def digest(value: Any) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """True if a text can be encoded as UTF-8: it contains no lone surrogate."""
+    """Return True if a text can be encoded as UTF-8, so that it contains no lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:
