@@ -12,7 +12,8 @@ from specdec_cli.prompts.turns import LATER_KEY, later_turns, shared_conversatio
 from specdec_cli.prompts.types import BadRow, Message, Prompt
 from specdec_cli.text import is_unicode, one_line, shown
 
-TEXT_KEYS = ("prompt", "text", "question", "instruction", "turns")  # the first that exists is used
+# The first that exists is used. In Alpaca `text` has the instruction with its answer.
+TEXT_KEYS = ("prompt", "question", "instruction", "text", "turns")
 MESSAGES_KEY = "messages"
 IDS_KEY = "prompt_token_ids"
 CATEGORY_KEY = "category"
@@ -22,15 +23,27 @@ SWITCHES_KEY = "chat_template_kwargs"
 TEMPLATE_KEYS = ("tools", "documents")  # arguments that transformers gives every chat template
 SYSTEM_KEYS = ("system", "system_prompt")
 JOINED_KEYS = ("input", "context")  # keys next to `instruction` in rows of Alpaca and Dolly
-MEDIA_KEYS = tuple(f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s"))
+MEDIA_KEYS = (
+    *(f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s")),
+    *("image_url", "image_path", "image_file"),
+)
 # Keys besides the prompt in requests to a server, such as OpenAI's batches.
 _REQUEST_KEYS = (
     *("temperature", "top_p", "top_k", "stop", "seed", "max_tokens", "max_completion_tokens"),
     *("max_new_tokens", "output_len", "output_tokens", "response_format", "functions"),
     *("enable_thinking", "chat_template", "add_generation_prompt", "continue_final_message"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "typical_p"),
+    *("logit_bias", "bad_words", "stop_token_ids", "ignore_eos", "min_tokens", "n", "best_of"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+    *("json_schema", "regex", "tool_choice", "reasoning_effort", "thinking", "suffix"),
+    *("add_special_tokens", "sampling_params", "parameters", "extra_body"),
 )
-# Keys with further parts of a question in some datasets: BoolQ, MMLU, MedQA, LLaMA-Factory, BFCL.
-_PART_KEYS = ("passage", "choices", "options", "history", "function")
+# Keys with further parts of a question in some datasets: BoolQ, MMLU, MedQA, LLaMA-Factory, BFCL,
+# QuALITY, HotpotQA, FeTaQA, SNLI, BIG-Bench Hard.
+_PART_KEYS = (
+    *("passage", "choices", "options", "history", "function", "article", "document", "passages"),
+    *("paragraph", "story", "table", "premise", "hypothesis", "few_shot", "examples"),
+)
 _TOLD_KEYS = (*_REQUEST_KEYS, *JOINED_KEYS, *_PART_KEYS)
 MORE_KEYS = (CATEGORY_KEY, SWITCHES_KEY, *TEMPLATE_KEYS, *SYSTEM_KEYS, *_TOLD_KEYS)
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -89,7 +102,8 @@ def prompt_of(row: object, column: str | None, turn: int = 1) -> Prompt:
     if joined:
         text = f"{text}\n\n{checked(str(row[joined]), 'beside the instruction')}"
     odd = [name for name in SYSTEM_KEYS if row.get(name) and not isinstance(row[name], str)]
-    told = (name for name in (*MEDIA_KEYS, *_TOLD_KEYS) if name not in (key, joined))
+    others = PROMPT_KEYS if column is None else ()
+    told = (name for name in (*MEDIA_KEYS, *_TOLD_KEYS, *others) if name not in (key, joined))
     ignored = [name for name in told if _is_given(row.get(name))]
     return replace(
         found,

@@ -107,9 +107,9 @@ def test_demo_prompts() -> None:
 def test_sniffed_in_order(extension: str, tmp_path: Path) -> None:
     message = {"role": "user", "content": "f"}
     records: list[dict[str, object]] = [
-        {"messages": [message], "turns": ["e"], "instruction": "d", "question": "c", "text": "b"},
-        {"messages": [message], "turns": ["e"], "instruction": "d", "question": "c"},
-        {"messages": [message], "turns": ["e"], "instruction": "d"},
+        {"messages": [message], "turns": ["e"], "text": "d", "instruction": "c", "question": "b"},
+        {"messages": [message], "turns": ["e"], "text": "d", "instruction": "c"},
+        {"messages": [message], "turns": ["e"], "text": "d"},
         {"messages": [message], "turns": ["e", "g"]},
         {"messages": [message]},
     ]

@@ -30,7 +30,7 @@ def test_text_file(tmp_path: Path) -> None:
 def test_jsonl_file(tmp_path: Path) -> None:
     content = (
         b'\xef\xbb\xbf{"prompt": "a", "category": "c"}\r\n\n'
-        b'{"text": "b", "question": "no"}\n{"prompt": null, "question": "c"}\n'
+        b'{"text": "no", "question": "b"}\n{"prompt": null, "question": "c"}\n'
         b'{"instruction": "d"}\n{"turns": ["e", "later"]}\n{"prompt_token_ids": [0, 5]}\n'
         b'{"prompt_token_ids": [1], "prompt": "f"}'
     )

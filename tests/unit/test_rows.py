@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from specdec_cli.errors import UsageError
 from specdec_cli.prompts import Prompt, as_conversations, jsonl_of, read_prompts, unused_keys
 from specdec_cli.prompts.load import load_prompts
+from specdec_cli.prompts.records import CATEGORY_KEY, MEDIA_KEYS, MORE_KEYS, SYSTEM_KEYS
 from specdec_cli.recipe import DataSection
 
 ASK, ANSWER, AGAIN = (
@@ -58,6 +60,11 @@ ROWS: dict[str, tuple[dict[str, Any], object]] = {
     "batch-of-texts": ({"custom_id": "7", "body": {"prompt": "one"}}, "one"),
     "own-prompt-before-body": ({"prompt": "one", "body": {"prompt": "two"}}, "one"),
     "alpaca": ({"instruction": "Sum.", "input": "1 2", "output": "3"}, "Sum.\n\n1 2"),
+    "alpaca-with-its-answer": (
+        {"instruction": "Sum.", "input": "1 2", "output": "3", "text": "Sum. 1 2: 3"},
+        "Sum.\n\n1 2",
+    ),
+    "question-of-a-text": ({"text": "Ann left.", "question": "Who left?"}, "Who left?"),
     "alpaca-without": ({"instruction": "Sum.", "input": "", "output": "3"}, "Sum."),
     "dolly": ({"instruction": "Sum.", "context": "1 2", "response": "3"}, "Sum.\n\n1 2"),
     "input-of-others": ({"text": "Sum.", "input": " ", "context": None, "choices": {}}, "Sum."),
@@ -69,7 +76,8 @@ def test_the_prompt_of_a_row(case: str, tmp_path: Path) -> None:
     row, want = ROWS[case]
     (found,) = as_conversations(read(tmp_path, row), "auto")
     assert (list(found.messages) if found.messages else found.text) == want
-    assert found.unused == ()
+    several = "alpaca-with-its-answer", "question-of-a-text"
+    assert found.unused == (("text",) if case in several else ())
     # A run folder keeps it so that it is read again.
     assert as_conversations(read(tmp_path, json.loads(jsonl_of([found]))), "auto") == [found]
 
@@ -167,6 +175,13 @@ def test_keys_without_an_effect_are_counted(tmp_path: Path) -> None:
         ({"question": "Sum.", "input": "1 2"}, (), "input"),
         ({"question": [ASK], "function": [TOOL]}, ("function",), None),
         ({"messages": [ASK], "enable_thinking": False}, ("enable_thinking",), None),
+        ({"prompt": "x", "suffix": "end", "n": 4}, ("n", "suffix"), None),
+        ({"messages": [ASK], "extra_body": {"top_k": 5}, "model": "m"}, ("extra_body",), None),
+        ({"question": "Who?", "article": "Ann left.", "id": "7"}, ("article",), None),
+        ({"prompt": "Who?", "messages": [ASK, ANSWER], "prompt_id": "7"}, ("messages",), None),
+        ({"prompt": "Who?", "messages": [ASK, ANSWER]}, (), "messages"),
+        ({"instruction": "Sum.", "text": "Sum: 3", "turns": []}, ("text",), None),
+        ({"prompt": "Who?", "image_url": "http://x/a.png"}, ("image_url",), None),
         (
             {"prompt": "Sum.", "output_len": 0, "output_tokens": 9},
             ("output_len", "output_tokens"),
@@ -179,6 +194,14 @@ def test_parts_of_a_question_that_are_left_out_are_told(
 ) -> None:
     (found,) = read(tmp_path, row, column=column)
     assert found.unused == told
+
+
+def test_the_page_of_data_lists_the_keys_without_an_effect() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text("utf-8")
+    table = page.partition("(`unused_keys`)")[2].partition("(`unread_by_template`)")[0]
+    plural = {f"{kind}s" for kind in ("image", "video", "audio")}
+    listed = set(re.findall("`([a-z_]+)`", table)) | plural
+    assert {*MORE_KEYS, *MEDIA_KEYS} - {CATEGORY_KEY, *SYSTEM_KEYS} - listed == set()
 
 
 @pytest.mark.parametrize(
