@@ -166,7 +166,7 @@ def test_slices_are_those_of_datasets(split: str, rows: range, tmp_path: Path) -
 
 
 BAD: dict[str, tuple[str, str]] = {
-    "no-column.csv": ("a,b\n1,2\n", ": none of the columns prompt, text, question"),
+    "no-column.csv": ("a,b\n1,2\n", ": none of the columns prompt, question, instruction"),
     "semicolons.csv": ("prompt;b\n1;2\n", "there is prompt;b"),
     "cells.csv": ("prompt,b\na,b\na\n", ":3: has 1 cells; the header names 2 columns"),
     "more-cells.csv": ("prompt\na\nb,c\n", ":3: has 2 cells; the header names 1 columns"),
