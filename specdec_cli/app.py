@@ -265,7 +265,7 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
             "is the installation complete, and is there memory left (ulimit -v)?",
         )
     elif isinstance(error, OSError) and (error.filename or error.errno in _MACHINE_ERRNOS):
-        said = f"cannot write the result: {error.strerror}"  # about an own file if it has a name
+        said = f"cannot write the result: {error.strerror}"  # without a file name, it is stdout
         if error.filename:
             said = f"{error.strerror}: {error.filename}"
         outcome.fail(ExitCode.ENVIRONMENT, said)

@@ -64,7 +64,7 @@ class PackedInputs:
         self._ended = on_host(1)
         self._num_ended = self._ended.numpy().data
         self._num_launched = 0
-        self._row_bytes = 4 * num_columns  # of each row of a block table
+        self._row_bytes = 4 * num_columns  # the size of one row of the block tables
         self._positions = np.arange(num_columns * block_size).data.cast("B")
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=device)
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 # torch 2.13 has renamed this function, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _CPU = torch.device("cpu")
-_FEW = 1 << 16  # up to this many values, messages dominate the time of an all-reduce on a CPU
+_FEW = 1 << 16  # up to this many values, a CPU's all-reduce takes as long as its messages
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,11 +107,13 @@ class Sequence:
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
-    prefill_seconds: float = 0.0  # this sequence's equal shares of the passes in which it took part
+    # A pass or a round is divided equally among its sequences. The next five fields sum this
+    # sequence's shares: of times, of engine rounds, and of the distinct experts that were read.
+    prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    round_share: float = 0.0  # its shares of the number of engine rounds
-    stage_ms: dict[str, float] = field(default_factory=dict)  # its shares of stages' times
-    experts_share: float | None = None  # its shares of the distinct experts that rounds read
+    round_share: float = 0.0
+    stage_ms: dict[str, float] = field(default_factory=dict)
+    experts_share: float | None = None
     arrived_at: float = 0.0  # seconds on the host's clock; not before the run's start
     queued_seconds: float = 0.0  # from its arrival to its first admission
     # Seconds that each model's passes took before the first token, also for other sequences.

@@ -7,7 +7,7 @@ from typing import Any
 from specdec_cli.launch.quiet import meeting_quietly
 from specdec_cli.launch.rank import PeersMissing
 
-_PATIENCE_S = 10.0  # time in which the other ranks may fail as well
+_PATIENCE_S = 10.0  # how long a failed rank waits for the other ranks to fail as well
 
 
 class Agreement:

@@ -105,7 +105,7 @@ class Rank:
                 self._speak()
                 return report if self.store is None or report.rank == 0 else _said_nothing(0)
             if self.store is None:
-                time.sleep(_LINGER_S)  # rank 0 can find the same failure before torchrun ends it
+                time.sleep(_LINGER_S)  # let rank 0 meet the same failure before torchrun ends it
             return None
         if self.seat.rank == 1 and report.rank == 0:  # the hung rank cannot report itself
             self._speak()

@@ -43,7 +43,7 @@ def run_ranks(
     timeout_s: the seconds after which a hung rank ends the run. No process is left behind, even if
     a signal handler raises an exception. Call it from the main thread: the ranks die with it.
     """
-    spinning.choose_spins()  # done once here: each rank would count the other ranks' work
+    spinning.choose_spins()  # only once, here: a rank would take the other ranks for other work
     folder = Path(tempfile.mkdtemp(prefix="specdec-ranks-"))  # mode 0700
     try:
         if inputs is not None:
@@ -85,10 +85,10 @@ def _watch(
     started = looked = time.monotonic()
     settled = stuck_from = done_by = float("inf")
     while True:
-        is_over = launcher.poll() is not None  # first, so that files of ended ranks are complete
+        is_over = launcher.poll() is not None  # first, so that the files read below are complete
         now = time.monotonic()
         beats, exits = read_beats(folder), _exits(folder)
-        reports = read_reports(folder)  # comes after `exits`: a rank reports before it ends
+        reports = read_reports(folder)  # read after `exits`, since a rank reports before it ends
         failures = _failures(folder, reports, exits)
         if len(reports) == num_ranks and not failures:
             done_by = min(done_by, now + _LEAVE_S)

@@ -19,8 +19,8 @@ from specdec_cli.text import counted, first_line
 
 T = TypeVar("T")
 
-# Collectives time out this much later than the watch for hung ranks, so that the hung rank is named
-# first.
+# Collectives time out this many seconds after a hung rank is detected, so that the error names the
+# hung rank.
 _PAST_TIMEOUT_S = 5.0
 _LONG_S = 24 * 3600.0
 # No machine has more GPUs. Each rank is a process, and too many processes overload a machine.
@@ -48,9 +48,9 @@ class Place:
         return self.seat is None or self.seat.rank == 0
 
     def must_start(self, num_ranks: int) -> bool:
-        """True if this process must start ranks instead of running the command itself.
+        """Return True if this process must start ranks instead of running the command itself.
 
-        Raises `UsageError` for more ranks than a machine can have.
+        Raises `UsageError` for more ranks than specdec starts on one machine.
         """
         if self.seat is not None or num_ranks == 1:
             return False
@@ -276,7 +276,7 @@ def _meet(rank: Rank, device: str, timeout_s: float) -> None:
         where = f"{seat.address}:{seat.port}" if seat.folder is None else str(seat.folder)
         raise PeersMissing(
             f"could not meet the other ranks at {where}: {first_line(problem)}",
-            "see that every rank was started and that this address can be reached from all of them",
+            "check that every rank was started, and that all of them can reach this address",
         ) from problem
     # Loading may take long, and longer on some ranks than on others. Meanwhile heartbeats detect a
     # hung rank.

@@ -14,7 +14,7 @@ from specdec_cli.text import one_line
 
 STRATIFIED = "stratified"
 _NO_CATEGORY = "(none)"
-_FAR_OFF = 0.25  # share of prompts in the wrong category above which a warning is given
+_FAR_OFF = 0.25  # warn if more than this share of prompts is in the wrong category
 _MAX_NAMED = 6
 
 
@@ -31,7 +31,7 @@ class Choice:
     def __post_init__(self) -> None:
         if self.sample is not None and self.limit is None:
             raise UsageError(
-                f"a {self.sample} sample needs its size", "pass --limit N, or set data.limit"
+                f"a {self.sample} sample needs a size", "pass --limit N, or set data.limit"
             )
 
 

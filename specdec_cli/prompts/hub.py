@@ -15,7 +15,7 @@ from specdec_cli.prompts.types import Source
 from specdec_cli.text import first_line, one_line
 
 _HUB_S = 10.0
-_CARD_BYTES = 1 << 20  # `datasets` parses 100 KiB of settings in a second
+_CARD_BYTES = 1 << 20  # `datasets` parses only 100 KiB of settings per second
 
 
 def hub_source(
@@ -100,7 +100,7 @@ def _is_cached(datasets: Any, path: str) -> bool:
 
 
 def _is_saved(folder: Path) -> bool:
-    """True if `save_to_disk` of `datasets` wrote the folder."""
+    """Return True if `save_to_disk` of `datasets` wrote the folder."""
     names = ("dataset_dict.json",), ("state.json", "dataset_info.json")
     return any(all((folder / name).is_file() for name in one) for one in names)
 

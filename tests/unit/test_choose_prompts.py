@@ -107,7 +107,7 @@ def test_first_prompts_with_other_shares_are_told(tmp_path: Path) -> None:
 
 
 def test_samples_that_make_no_sense(tmp_path: Path, rows: Path) -> None:
-    with pytest.raises(UsageError, match="a random sample needs its size"):
+    with pytest.raises(UsageError, match="a random sample needs a size"):
         read(rows, sample="random")
     plain = tmp_path / "p.txt"
     plain.write_text("a\nb\nc\n")

@@ -100,7 +100,7 @@ class ServerBackend:
                 told(left)
                 self.notices.append(Notice("flags_left_out", left, {"flags": unknown}))
         if facts.k not in (None, k):
-            raise RunError(f"{name} has k = {facts.k}")
+            raise RunError(f"{name} reports k = {facts.k}, not {k}")
         self.servers = {k: replace(facts, k=k)}
         self.started.append(replace(facts, k=k))
 

@@ -229,7 +229,7 @@ class Client:
                     elif (new := self._read(data, reading)) is not None:
                         answer.chunks.append((now, new))
             if not is_done or reading.finish_reason is None:
-                raise Broken("the stream ended before its text did")
+                raise Broken("the stream ended before the text was complete")
             if not answer.num_tokens and reading.text:
                 raise Refused("the server sends neither token ids nor usage to count tokens by")
 
@@ -243,7 +243,7 @@ class Client:
         try:
             self.dialect.read(self.facts, event, reading)
         except (KeyError, TypeError, AttributeError) as problem:
-            raise Broken(f"the server sent an event of another form: {problem!r}") from None
+            raise Broken(f"the server sent an event of an unknown form: {problem!r}") from None
         counts = [
             *reading.token_ids[before[0] :],
             *([] if reading.usage is None else [reading.usage]),

@@ -53,7 +53,7 @@ async def look_at(
     status, models = await _json(http, url, "/v1/models")
     if status in (401, 403):
         raise SetupError(
-            f"the server at {url} wants a key (HTTP {status})", "set OPENAI_API_KEY to its key"
+            f"the server at {url} requires a key (HTTP {status})", "set OPENAI_API_KEY to its key"
         )
     listed = models.get("data") if isinstance(models, Mapping) else None
     entries = listed if isinstance(listed, list) else []
@@ -103,7 +103,7 @@ def _chosen(
     names = ", ".join(map(one_line, models))
     if wanted is not None:
         if wanted not in models:
-            raise UsageError(f"engine.served_model: {url} serves no {wanted}, but {names}")
+            raise UsageError(f"engine.served_model: {url} has no model {wanted}, only {names}")
         return models[wanted]
     if len(models) != 1:
         raise UsageError(

@@ -21,7 +21,7 @@ _UNKNOWN = re.compile(r"unrecognized arguments: (.*)")
 _SLACK_S = 20.0  # time for killed processes to end, after the time limit for stopping
 
 
-_NOT_FOUND = 127  # the exit code of shells and of our guardian
+_NOT_FOUND = 127  # the exit code for a command that does not exist, as in shells
 
 
 class NotUpError(RunError):
