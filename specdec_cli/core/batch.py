@@ -133,8 +133,8 @@ class Rectangle:
 
 class LiveRows(NamedTuple):
     """Maps the outputs of a pass over only live tokens to the rows of the padded pass. logits:
-    int64 [M], the row of each logits among B * `Rectangle.num_logits` rows. tokens: int64 [T], the
-    row of each token among B * Q rows."""
+    int64 [M], for each row of logits, its index among B * `Rectangle.num_logits` rows. tokens:
+    int64 [T], for each token, its index among B * Q rows."""
 
     logits: torch.Tensor
     tokens: torch.Tensor

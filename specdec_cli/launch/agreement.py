@@ -60,7 +60,7 @@ class Agreement:
         return [found.tolist() for found in rows]
 
     def _are_together(self) -> bool:
-        """Return True if all ranks have started the same number of collectives."""
+        """Return True if all ranks have started the same number of collectives in every group."""
         rows = self._gather(list(self._places()))
         inner = {row[1] for row in rows} - {-1}
         return len({row[0] for row in rows}) == 1 and len(inner) <= 1

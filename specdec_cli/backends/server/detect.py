@@ -87,8 +87,9 @@ async def look_at(
 
 
 def _sglang_k(info: Mapping[str, Any]) -> int:
-    """Return the proposal length of a SGLang server. A chain has one token fewer than its draft
-    tokens, since the target writes one of them. A draft tree has as many as its steps."""
+    """Return the proposal length of an SGLang server. A chain of N draft tokens has N - 1
+    proposals, since one of its tokens is the target's own. In a draft tree, it is the number of
+    steps."""
     if info["speculative_algorithm"] is None:
         return 0
     steps, tokens = (info.get(f"speculative_num_{name}") for name in ("steps", "draft_tokens"))

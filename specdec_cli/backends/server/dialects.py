@@ -18,7 +18,7 @@ _MOST_WORDS = 300
 
 class Broken(Exception):
     """A failure that another attempt may avoid. wait_s: the seconds that the server asks to wait
-    before it."""
+    before the next attempt."""
 
     def __init__(self, told: str, wait_s: float = 0.0) -> None:
         super().__init__(told)
@@ -99,8 +99,8 @@ class Dialect(Protocol):
 
 
 def common_body(request: Request, params: SamplingParams, *, off: int) -> dict[str, Any]:
-    """Return all sampling fields of a request. None may be missing, since servers take missing
-    fields from the model's generation_config.json. off: the value that turns top-k off."""
+    """Return all sampling fields of a request. Every field is sent, since servers take missing ones
+    from the model's generation_config.json. off: the value that turns top-k off."""
     found: dict[str, Any] = {
         "temperature": params.temperature,
         "top_k": params.top_k or off,
