@@ -1,1 +1,1 @@
-"""Models: transformers' own classes behind our loader, gate and paged attention."""
+"""Models: transformers' own classes with our loader, checks and paged attention."""

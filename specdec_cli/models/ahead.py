@@ -1,4 +1,4 @@
-"""Checks a model's folder before ranks start, because starting them takes seconds. Imports nothing
+"""Check a model's folder before ranks start, because starting them takes seconds. Imports nothing
 heavy."""
 
 from specdec_cli.models.config_file import config_file
@@ -9,8 +9,9 @@ from specdec_cli.recipe.choices.registry import weights_from
 
 
 def check_ahead(recipe: Recipe) -> None:
-    """Raise `SetupError` for a model that is missing or damaged, and `Indivisible` for heads that
-    cannot be split."""
+    """Check the target and, if the recipe uses one, the draft. Raises `SetupError` for a model that
+    is missing or damaged, and `Indivisible` for attention heads that cannot be split over the
+    ranks."""
     _check(recipe.target)
     speculation = recipe.speculation
     if weights_from(speculation.method) == "draft" and speculation.num_speculative_tokens:

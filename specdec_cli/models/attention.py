@@ -1,7 +1,8 @@
 """The attention function that transformers' models call, and the paged attention behind it.
 
-transformers looks up one function by name. That function asks the calling module for the object
-attached to its model, so that two models, or a probe and a run, never share state.
+transformers looks up the attention function by name, so all models call the same one. It uses the
+object that `attach` put on the calling layer. So two models, or a probe and a run, never share
+state.
 """
 
 import itertools
@@ -19,7 +20,7 @@ from specdec_cli.core.kv_cache import KVCache, LayerShape
 ATTENTION_NAME = "specdec_paged"
 _ATTACHED = "specdec_attention"
 
-# Arguments that models pass to attention and that do not change its result. `position_ids` is for
+# Arguments that models pass to attention but that do not change its result. `position_ids` is for
 # kernels that detect packed sequences.
 _WITHOUT_EFFECT = {
     "dropout",
@@ -32,12 +33,14 @@ _WITHOUT_EFFECT = {
 
 
 class NotPlainAttention(Exception):
-    """A layer asked for attention that paged passes do not compute; the message names it."""
+    """Raised if a layer asks for a kind of attention that paged passes do not compute. The message
+    names it."""
 
 
 class Attention(Protocol):
-    """The attention that a model's layers call. query: [H, T, Dk]; key: [Hkv, T, Dk]; value:
-    [Hkv, T, Dv], after rotary embedding. Returns [T, H, Dv]."""
+    """The attention that a model's layers call after rotary embedding. query: [H, T, Dk]. key:
+    [Hkv, T, Dk]. value: [Hkv, T, Dv]. Returns [T, H, Dv], for T tokens, H query heads and Hkv key
+    and value heads."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: ops.AttentionCall
@@ -62,7 +65,7 @@ class Recorder:
 def attach(model: torch.nn.Module, attention: Attention) -> None:
     """Attach `attention` to every attention layer of `model`."""
     for module in model.modules():
-        # This avoids nn.Module's own __setattr__: the attention object must not become a submodule.
+        # Bypass nn.Module's own __setattr__: the attention object must not become a submodule.
         module.__dict__[_ATTACHED] = attention
 
 
@@ -78,10 +81,11 @@ def _dispatch(
     s_aux: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function with transformers' signature. query, key, value: [1, heads, T, dim].
-    attention_mask: always None.
+    """Call the attention that is attached to `module`, with transformers' signature. query, key,
+    value: [1, heads, T, dim]. attention_mask: always None. Returns [1, T, heads, dim] and None.
 
-    Settings come from the call's arguments, since some layers keep a stale `sliding_window`.
+    Settings are taken from the call's arguments, because the `sliding_window` attribute of some
+    layers is outdated.
     """
     if attention_mask is not None:
         raise NotPlainAttention("its layers compute an attention mask of their own")
@@ -104,8 +108,8 @@ def _dispatch(
     return out[None], None
 
 
-# Only the attention function is registered, no mask function: for an unknown mask name transformers
-# builds no masks, and paged passes need none.
+# Register an attention function but no mask function. transformers then builds no masks, and paged
+# passes need none.
 AttentionInterface.register(ATTENTION_NAME, _dispatch)
 
 
@@ -114,7 +118,8 @@ _handles = itertools.count()
 _by_handle: weakref.WeakValueDictionary[int, "PagedAttention"] = weakref.WeakValueDictionary()
 
 
-# The operator also writes the cache, which is not a graph input; data dependences keep the order.
+# The operator also writes to the cache, which is not an input of the graph. The data dependences
+# between layers keep the calls in order.
 @torch.library.custom_op("specdec::attend", mutates_args=())
 def attend_by_handle(
     handle: int,

@@ -1,6 +1,7 @@
-"""Compiled forward passes: one callable for each model and kind of shape, never eager by accident.
-Dynamo silently stops compiling a `forward` that has too many callers. So each callable has its own
-code, is one whole graph, and is compiled once: for one token, or for a variable number of tokens.
+"""Compiled forward passes that never fall back to eager mode by accident. Dynamo silently stops
+compiling a code object that it has compiled too often. So each model has two callables, for passes
+of one token and of any number of tokens. Each has its own code object, is one whole graph, and is
+compiled once.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, HiddenStates | None], Outputs]
 
 
 class CompiledForward:
-    """`module`'s forward over packed tokens, with logits of every token.
+    """The compiled forward pass of `module` over packed tokens.
 
     name: identifies this model's callables in logs and errors. on_compile: called before each
     compilation, which takes up to a minute without a cache.
@@ -37,7 +38,7 @@ class CompiledForward:
         backend: str = "inductor",
         on_compile: Callable[[str], None] = lambda _: None,
     ) -> None:
-        # Compiled code is kept for the next run, in the user's cache folder.
+        # Keep compiled code for the next run, in the user's cache folder.
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(root) / "specdec" / "inductor"))
         self._name = name
@@ -53,19 +54,20 @@ class CompiledForward:
         logit_rows: torch.Tensor | None = None,
         states: HiddenStates | None = None,
     ) -> Outputs:
-        """Logits [T, V], or [M, V] of `logit_rows`, and the hidden states [T, L * H] of `states`.
+        """Return logits [T, V], or [M, V] for the rows `logit_rows`, and the hidden states
+        [T, L * H] that `states` records, or None.
 
         token_ids, positions: int64 [T]. logit_rows: int64 [M]. states: records the module's hidden
-        states; every call takes the same object, or None. Compiles at the first call with one
-        token, and at the first with more. Raises Dynamo's exceptions if a pass breaks the graph or
-        would be recompiled.
+        states; every call must pass the same object, or None. The first call with one token
+        compiles, and so does the first with more. Raises Dynamo's exceptions if a pass breaks the
+        graph or would be recompiled.
         """
         one = len(token_ids) == 1
         ids, places = token_ids[None], positions[None]
         if one not in self._called:
             self._on_compile(f"compiling the {self._name}")
             self._called.add(one)
-        # Do this in every call, because the first calls may run eagerly (`compile_ahead`).
+        # Mark them in every call, because the first calls may run eagerly (`compile_ahead`).
         for tensor in () if one else (ids, places):
             torch._dynamo.mark_dynamic(tensor, 1)
         with torch._dynamo.config.patch(error_on_recompile=True), _no_advice():
@@ -82,8 +84,8 @@ def _no_advice() -> Iterator[None]:
 
 
 def cannot_compile(problem: CompileError) -> SetupError:
-    """The error for a model that cannot be compiled as one graph. Timings in eager mode would
-    mislead."""
+    """Return the error for a model that cannot be compiled as one graph. Running it in eager mode
+    instead would give misleading timings."""
     reason = reason_of(problem)
     return SetupError(
         f"a model cannot be compiled: {reason}",

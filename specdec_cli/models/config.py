@@ -1,4 +1,4 @@
-"""A model's settings from its own files: config, dtype, longest sequence, end-of-text ids."""
+"""Read a model's settings from its own files: config, dtype, longest sequence, end-of-text ids."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,8 @@ from specdec_cli.text import reason_of, shown
 
 
 def read_config(name: str, place: Path, *, trust_remote_code: bool) -> Any:
-    """transformers' config of a folder or GGUF file. Raises `SetupError` if it cannot be read."""
+    """Return transformers' config for a model's folder or GGUF file. Raises `SetupError` if it
+    cannot be read."""
     if is_gguf(place):
         return gguf_config(name, read_model(place))
     kind = config_file(name, place).get("model_type")
@@ -44,8 +45,8 @@ def read_config(name: str, place: Path, *, trust_remote_code: bool) -> Any:
 
 
 def dtype_of(wanted: str, config: Any, device: torch.device) -> torch.dtype:
-    """Resolve a dtype's name. `auto` is the checkpoint's on CUDA, and float32 on a CPU, where
-    16-bit types are slow."""
+    """Return the torch dtype for a dtype's name. `auto` means the checkpoint's dtype on CUDA, and
+    float32 on a CPU, where 16-bit types are slow."""
     if wanted != "auto":
         named: torch.dtype = getattr(torch, wanted)
         return named
@@ -55,14 +56,14 @@ def dtype_of(wanted: str, config: Any, device: torch.device) -> torch.dtype:
     return stored if isinstance(stored, torch.dtype) else torch.bfloat16
 
 
-# Rotary scalings that extend the trained context. With these, max_position_embeddings may lack the
-# factor; with longrope and llama3 it is the extended length.
+# Rotary scalings that extend the trained context. With these, max_position_embeddings may be the
+# length before scaling. With longrope and llama3 it is the extended length.
 _STRETCHED = ("yarn", "linear")
 
 
 def max_len_of(config: Any) -> int:
-    """The maximum length of a sequence, including any extension by rotary scaling; 2**20 if the
-    config sets no limit."""
+    """Return the maximum number of tokens in a sequence, including any extension by rotary scaling.
+    It is 2**20 if the config sets no limit."""
     for key in ("max_position_embeddings", "n_positions"):
         value = getattr(config, key, None)
         if isinstance(value, int) and value > 0:
@@ -82,7 +83,8 @@ def _stretched(config: Any, length: int) -> int:
 
 
 def eos_ids_of(config: Any, place: Path) -> frozenset[int]:
-    """The ids that end a text: the generation config's, else the model config's."""
+    """Return the ids that end a text, from the generation config or else from the model's config.
+    Raises `SetupError` if they are not numbers."""
     eos = getattr(config, "eos_token_id", None)
     stored = generation_config(place).get("eos_token_id")
     eos = eos if stored is None else stored

@@ -1,4 +1,4 @@
-"""Checks a model's config before transformers reads it and makes a module for each layer.
+"""Check a model's config before transformers reads it and makes a module for each layer.
 
 Imports nothing heavy.
 """
@@ -31,8 +31,9 @@ _MOST = {"layers": 1000, "experts": 10_000, "sizes": 2**40}
 
 
 def config_file(name: str, place: Path) -> dict[str, Any]:
-    """The object in a folder's config.json; for a GGUF file, only the number of heads. Raises
-    `SetupError` if the file is not a config; for an impossible number it names the key.
+    """Return the contents of a folder's config.json. For a GGUF file, return only the number of
+    attention heads. Raises `SetupError` if the file is not a config, or has an impossible number;
+    the message then names the key.
     """
     if is_gguf(place):
         values = read_model(place).values
@@ -43,8 +44,9 @@ def config_file(name: str, place: Path) -> dict[str, Any]:
 
 
 def separate_quantisation(name: str, place: Path) -> dict[str, Any] | None:
-    """The settings in a folder's hf_quant_config.json (by Model-Optimizer), as config.json would
-    have them; None without the file. Raises `SetupError` if the file is damaged."""
+    """Return the settings in a folder's hf_quant_config.json, which Model-Optimizer writes, in the
+    form of config.json's `quantization_config`. Returns None if there is no such file. Raises
+    `SetupError` if the file is damaged."""
     file = place / "hf_quant_config.json"
     if not file.is_file():
         return None
@@ -52,7 +54,8 @@ def separate_quantisation(name: str, place: Path) -> dict[str, Any] | None:
 
 
 def json_object(file: Path, told: str) -> dict[str, Any]:
-    """The object in a JSON file of a model. Raises a `SetupError` that calls the file `told`."""
+    """Return the object in one of a model's JSON files. told: the file's name in messages. Raises
+    `SetupError` if the file cannot be read or holds no object."""
     try:
         if not file.is_file():
             raise ValueError("it is not a regular file")
@@ -80,7 +83,8 @@ def is_lfs_pointer(file: Path) -> bool:
 
 
 def check_numbers(name: str, config: dict[str, Any], where: str) -> None:
-    """Raise `SetupError` for an impossible number. `where`: the file, which the message names."""
+    """Raise `SetupError` if a config has an impossible number. where: the file's name for the
+    message."""
     inner = [config]
     while inner:
         for key, value in inner.pop().items():
@@ -97,7 +101,8 @@ def check_numbers(name: str, config: dict[str, Any], where: str) -> None:
 
 
 def _check(what: str, value: Any, least: int, most: int) -> None:
-    """Raise `SetupError` unless the value, or each value of a list, is null or in the range."""
+    """Raise `SetupError` unless the value is null or from `least` to `most`. A list is checked
+    value by value."""
     for count in value if isinstance(value, list) else [value]:
         if count is not None and not (type(count) is int and least <= count <= most):
             raise SetupError(

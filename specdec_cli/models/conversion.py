@@ -1,4 +1,4 @@
-"""Converts a checkpoint's tensors to the module's by transformers' conversion tables."""
+"""Convert a checkpoint's tensors to those of a module by transformers' conversion tables."""
 
 import re
 from contextlib import suppress
@@ -20,14 +20,15 @@ from transformers.core_model_loading import (
 
 from specdec_cli.models.weights import Part, Read, WrongShape
 
-# Buffers that earlier versions of transformers stored, while later ones compute them.
+# Buffers that earlier versions of transformers stored and later ones compute.
 _NEVER_USED = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$")
 
 
 def converted(module: Any, tensors: dict[str, Read]) -> tuple[dict[str, Read], list[str]]:
-    """Readers for the tensors of `module` by its names, and the file's names that nothing uses.
-    tensors: readers by the file's names. The second result leaves out names that the family is
-    known not to use. A reader raises `ValueError` if the parts of a tensor do not fit together.
+    """Return readers for the tensors of `module`, by the module's names, and the file's names that
+    nothing uses. tensors: readers by the file's names. The second result leaves out names that the
+    family is known not to use. A reader raises `ValueError` if the tensors that it joins do not fit
+    together.
     """
     table = get_model_conversion_mapping(module)
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
@@ -37,7 +38,7 @@ def converted(module: Any, tensors: dict[str, Read]) -> tuple[dict[str, Read], l
     readers: dict[str, Read] = {}
     groups: dict[str, _Group] = {}
     unused: list[str] = []
-    # Sort names by the numbers in them, because parts are joined in the order in which they are
+    # Sort names by the numbers in them, because tensors are joined in the order in which they are
     # added.
     for key in sorted(tensors, key=dot_natural_key):
         name, pattern = rename_source_key(
@@ -60,8 +61,8 @@ def converted(module: Any, tensors: dict[str, Read]) -> tuple[dict[str, Read], l
 
 
 class _Group:
-    """Tensors of a file that become one or several tensors of the module. names: the names of the
-    module's tensors. name: the first of them."""
+    """Tensors of a file that are converted together, to one or several tensors of the module.
+    names: the module's names of the results. name: the first of these."""
 
     def __init__(self, module: Any, name: str, converter: Any) -> None:
         self.module, self.name, self.converter = module, name, converter
@@ -70,10 +71,11 @@ class _Group:
         self._made: dict[str, torch.Tensor] = {}
 
     def read(self, name: str, part: Part | None = None) -> torch.Tensor:
-        """Read one of `names`, each once. The first call converts all of them; of stacked experts
-        it converts only `part`."""
+        """Return the tensor `name`, or `part` of it. The first call converts the whole group, and
+        each tensor can be read only once. Of stacked experts, a call converts only `part`."""
         if part is not None and (of_each := _part_of_each(self.converter, part)) is not None:
-            # Tensors that do not fit together are read whole, so that errors show their shapes.
+            # If the tensors do not fit together, convert them whole below, so that the error shows
+            # their shapes.
             with suppress(WrongShape, RuntimeError):
                 if (found := self._stacked(of_each)).shape == part.local_shape:
                     return found
@@ -89,7 +91,7 @@ class _Group:
         return whole if part is None else part.of(whole)
 
     def _stacked(self, of_each: Part) -> torch.Tensor:
-        """Make the module's tensor from this part of each of the file's tensors."""
+        """Make the module's tensor from the part `of_each` of every tensor in the file."""
         converter = copy(self.converter)
         converter.collected_tensors = {
             pattern: [partial(read, of_each) for read in reads]
@@ -102,8 +104,8 @@ class _Group:
 
 
 def _part_of_each(converter: Any, part: Part) -> Part | None:
-    """The part of each expert's matrix that makes `part` of the stacked matrices; None if the
-    converter does more than stack them and join gate and up."""
+    """Return the part of each expert's matrix from which `part` of the stacked matrices is made.
+    Returns None if the converter does more than stack the matrices and join gate and up."""
     steps = [(type(step), getattr(step, "dim", None)) for step in converter.operations]
     if steps[:1] != [(MergeModulelist, 0)] or part.dim == 0:
         return None

@@ -1,4 +1,4 @@
-"""Describes a transformers model on meta, before its weights are read, as a target or a draft."""
+"""Describe a target or draft on the meta device, before its weights are read."""
 
 import re
 from collections.abc import Callable
@@ -42,13 +42,13 @@ from specdec_cli.text import reason_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description(Unfilled):
-    """A model that passed the gate and holds no weights yet (its tensors are on meta).
+    """A model that passed all checks and has no weights yet (its tensors are on meta).
 
-    With several ranks, module and layers have only this rank's part of the matrices and its heads.
-    device: the device for loading. hidden_layers: the layers whose hidden states the run needs, see
-    `PagedModel`. reach: the maximum length of a text, and the number of positions in rotary tables.
-    shared, shared_bytes: see `models.draft.Draft`. drafts_at_once: whether a draft proposes all
-    tokens in one pass over masks.
+    With several ranks, `module` and `layers` have only this rank's part of the matrices and heads.
+    device: the device on which to load it. hidden_layers: the layers whose hidden states the run
+    needs, see `PagedModel`. reach: the maximum number of tokens in a text, for which rotary tables
+    are made. shared, shared_bytes: see `models.draft.Draft`. drafts_at_once: whether the model, as
+    a draft, proposes all tokens of a round in one pass over mask tokens.
     """
 
     layers: list[LayerShape]
@@ -106,8 +106,8 @@ class Description(Unfilled):
         return sum(map(held_bytes, own)) - self.shared_bytes
 
     def loaded_bytes(self, *, is_compiled: bool) -> int:
-        """Bytes of the weights. With fused layers, this includes rotary tables and the second
-        copies of weights that a CPU keeps in two forms."""
+        """Return the bytes that the loaded model takes. With fused layers, this includes rotary
+        tables and the second copies of weights that a CPU keeps in two forms."""
         found = self.weight_bytes
         if not is_compiled and is_fusable(self.module):
             turns = num_turns(self.module) * self.layers[0].key_dim
@@ -134,7 +134,7 @@ class Description(Unfilled):
         )
 
     def hidden_bytes(self, tokens: int) -> int:
-        """Bytes of the hidden states [T, L * H] that a pass returns."""
+        """Return the bytes of the hidden states [T, L * H] that a pass returns."""
         return self._on_meta.hidden_bytes(tokens)
 
     @property
@@ -164,7 +164,9 @@ class Description(Unfilled):
         on_compile: Callable[[str], None] | None = None,
         foreign_ids: bool = False,
     ) -> PagedModel:
-        """The loaded module over a cache of zero blocks, fused if it has a fused form."""
+        """Bind the loaded module to a cache of zero blocks. on_compile: called before each
+        compilation; None to fuse the module instead, if it has a fused form. foreign_ids: see
+        `PagedModel`."""
         fused = None
         if on_compile is None:
             begin_stage(f"fusing the {self.spec.role}")
@@ -180,7 +182,8 @@ class Description(Unfilled):
 
 @dataclass(frozen=True, slots=True)
 class DraftPlace:
-    """The target on meta, and the ranks of the draft that a method describes."""
+    """The arguments with which a method describes its draft: the draft's spec and ranks, the target
+    on meta, and the recipe's settings. share: the weights named by `draft.share`."""
 
     spec: ModelSpec
     device: torch.device
@@ -194,7 +197,8 @@ class DraftPlace:
 def describe(
     spec: ModelSpec, device: torch.device, parallel: TensorParallel = ALONE
 ) -> Description:
-    """This rank's part of a model, checked and on meta. Raises `SetupError` if it cannot run."""
+    """Return this rank's part of a model on meta, after all checks. Raises `SetupError` if the
+    model cannot run."""
     place = place_of(spec)
     config = read_config(spec.name, place, trust_remote_code=spec.trust_remote_code)
     return describe_config(spec, place, config, device, parallel)
@@ -208,8 +212,7 @@ def describe_config(
     parallel: TensorParallel,
     names: Names | None = None,
 ) -> Description:
-    """The description of a model at `place` from transformers' `config`. names: see
-    `Description`."""
+    """Describe the model at `place`, given transformers' `config`. names: see `Unfilled`."""
     try:
         check_config(config, spec.name)
         is_whole = spec.load_format != "dummy" and names is None
@@ -223,8 +226,9 @@ def describe_config(
                 dtype=dtype,
                 trust_remote_code=spec.trust_remote_code,
             )
-        # With a padding id, gpt2 searches every input for it, which waits for the device. The
-        # assignment bypasses the config's own check, because some families require a number.
+        # With a padding id, gpt2 searches every input for it, which makes the host wait for the
+        # device. The assignment bypasses the config's own check, because some families require a
+        # number.
         vars(module.config)["pad_token_id"] = None
         module.eval()
         layers, shards = probe(module, spec.name), WHOLE
@@ -233,7 +237,7 @@ def describe_config(
     except SetupError:
         raise
     except Exception as problem:
-        # Families with their own attention classes look these up by name.
+        # Families with attention classes of their own look these up by the name of the attention.
         is_own = isinstance(problem, KeyError) and ATTENTION_NAME in problem.args
         reason = f"transformers cannot build it ({reason_of(problem)})"
         if is_own:

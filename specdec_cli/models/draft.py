@@ -16,8 +16,8 @@ from specdec_cli.models.spec import ModelSpec
 
 
 class Loaded(Protocol):
-    """A model with its weights, over a paged cache. storages: the size in bytes of each block of
-    memory that holds weights or tables, by address."""
+    """A loaded model over a paged cache. storages: the size in bytes of each block of memory that
+    holds its weights or tables, by address."""
 
     cache: KVCache
 
@@ -30,8 +30,8 @@ class Loaded(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The passes of a draft in one round. count: the number of passes. rows: the rows per sequence
-    in one pass."""
+    """The passes of a draft in one round. count: the number of passes. rows: the number of tokens
+    per sequence in each pass."""
 
     count: int
     rows: int = 1
@@ -39,9 +39,9 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A checkpoint convention that tools interpret differently. told: the interpretation here, and
-    the tools that differ. draft: the draft under the other interpretation; None if the target rules
-    it out."""
+    """Another interpretation of a checkpoint, where tools differ. told: our interpretation, and the
+    tools that differ from it. draft: the draft under the other interpretation; None if it does not
+    fit the target."""
 
     told: str
     draft: "Draft | None"
@@ -52,14 +52,15 @@ class Draft(Protocol):
 
     layers: the cache shape of each layer. max_len: the number of positions that it may use.
     vocab_size: the number of ids that it can propose. feature_layers: the target's hidden states
-    that it reads; a draft that reads none has its own vocabulary and tokenizer. weight_bytes: bytes
-    without borrowed weights. notes: facts for the record of a run, each with a name.
-    has_confidence: whether it tells its confidence in a token before drawing it. max_k: the maximum
-    tokens per round; None for no limit. shared, shared_bytes: the weights that `draft.share` lends
-    it, and the bytes that this saves. target_tensors: names of tensors in the target's files that
-    the draft reads. captured_width: the number of tokens in the largest captured prefill pass; 0
+    that it reads; a draft that reads none has its own vocabulary and tokenizer. weight_bytes: the
+    bytes of its weights, without borrowed ones. notes: facts for the record of a run, each with a
+    name. has_confidence: whether it estimates, before it draws a token, the chance that the token
+    is accepted. max_k: the maximum number of proposals per round; None for no limit. shared,
+    shared_bytes: the target's weights that it uses (`draft.share`), and the bytes that this saves.
+    target_tensors: a pattern for the names of tensors in the target's files that it reads.
+    captured_width: the number of tokens in its largest prefill pass that is captured as a graph; 0
     without a fused form. can_compile: whether its padded passes can be compiled. keeps_stored:
-    whether any weight stays as stored in the checkpoint.
+    whether any weight stays in the checkpoint's quantised form.
     """
 
     @property
@@ -102,32 +103,35 @@ class Draft(Protocol):
     def keeps_stored(self) -> bool: ...
 
     def within(self, reach: int) -> "Draft":
-        """The draft limited to texts of `reach` tokens, with tables of that length."""
+        """Return the draft for texts of at most `reach` tokens, with rotary tables of that
+        length."""
         ...
 
     def loaded_bytes(self, *, is_compiled: bool) -> int:
-        """Bytes that the loaded draft holds: weights, some of them in two forms, and tables."""
+        """Return the bytes that the loaded draft takes: weights, some of them in two forms, and
+        tables."""
         ...
 
     def passes(self, k: int) -> Passes:
-        """The passes of a round of k proposals."""
+        """Return the draft's passes in a round with k proposals."""
         ...
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block of the draft's cache."""
+        """Return the bytes of one block of the draft's cache."""
         ...
 
     def pass_bytes(
         self, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool = False
     ) -> int:
-        """Bytes of the tensors that are alive at a pass's peak, without its inputs. logit_rows: for
-        models with logits inside the pass. gathers: whether attention's memory is added to the
-        MLP's, as in prefill on CUDA, where the allocator does not reuse it.
+        """Return the bytes of the tensors that are alive at the peak of a pass, without its inputs.
+        tokens: the number of tokens in the pass. logit_rows: the number of tokens with logits, for
+        models that compute these inside the pass. gathers: whether the memory of attention and of
+        the MLP adds up, as in prefill on CUDA, where the allocator does not reuse it.
         """
         ...
 
     def readings(self) -> list[Reading]:
-        """The checkpoint's conventions that tools interpret differently."""
+        """Return the other interpretations of the checkpoint, where tools differ."""
         ...
 
     def load(
@@ -137,8 +141,9 @@ class Draft(Protocol):
         block_size: int,
         on_compile: Callable[[str], None] | None = None,
     ) -> Loaded | None:
-        """Read the weights, over a cache of zero blocks; None on a rank without a part of the
-        draft. on_compile: called for each compilation; None if passes are not to be compiled. All
-        of the target's ranks must call this. Raises `SetupError` for damaged weights.
+        """Read the weights and bind the draft to a cache of zero blocks. Returns None on a rank
+        without a part of the draft. on_compile: called before each compilation; None if passes are
+        not to be compiled. All of the target's ranks must call this. Raises `SetupError` for
+        damaged weights.
         """
         ...

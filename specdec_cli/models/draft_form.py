@@ -1,4 +1,4 @@
-"""Chooses the method by the draft's own config.json, so that naming the draft is enough."""
+"""Choose the method from the draft's own config.json, so that users need to name only the draft."""
 
 from typing import Any
 
@@ -12,9 +12,10 @@ _DEFAULT = SpeculationSection().method
 
 
 def with_method(recipe: Recipe, *, is_free: bool = False) -> Recipe:
-    """The recipe with the method that runs its draft. A damaged draft is reported later. is_free:
-    whether the draft may replace a named method. Raises `UsageError` for a method that cannot run
-    the draft, and `SetupError` for a draft of a kind that no method runs.
+    """Return the recipe with the method that runs its draft. If the draft is damaged, the recipe is
+    returned unchanged, and loading reports it. is_free: whether the draft's kind may override a
+    method that the recipe names. Raises `UsageError` if the named method cannot run the draft, and
+    `SetupError` if no method can.
     """
     speculation, draft = recipe.speculation, recipe.draft
     method, has_proposals = speculation.method, speculation.num_speculative_tokens > 0
@@ -55,7 +56,7 @@ def with_method(recipe: Recipe, *, is_free: bool = False) -> Recipe:
 def _not_run(name: str, fitting: list[Fitting]) -> SetupError:
     kinds = [f"{fits.form.noun} ({fits.seen})" for fits in fitting]
     if len(kinds) > 1:
-        told = f"{name} is of {len(kinds)} kinds by its config.json: {' and '.join(kinds)}"
+        told = f"config.json of {name} fits {len(kinds)} kinds of draft: {' and '.join(kinds)}"
         return SetupError(told, "the config was edited, or is of a newer kind")
     runs = [choice.form.noun for choice in METHODS.values() if choice.form is not None]
     return SetupError(
@@ -65,7 +66,7 @@ def _not_run(name: str, fitting: list[Fitting]) -> SetupError:
 
 
 def _config_of(draft: DraftSection, *, may_download: bool) -> dict[str, Any] | None:
-    """The draft's config.json; None if it is missing or cannot be read."""
+    """Return the draft's config.json, or None if it is missing or cannot be read."""
     try:
         place = local_place(draft.model, draft.file)
         if place is None and may_download:

@@ -11,14 +11,15 @@ from specdec_cli.models.weights import weight_files
 
 _PIECE = 16 * 2**10
 _PIECES = 65  # odd, so that one piece lies in the middle
-_CONFIGS = ("config.json", "generation_config.json")  # the second may set end ids
+_CONFIGS = ("config.json", "generation_config.json")  # the second may set the ids that end a text
 
 
 def fingerprint(place: Path, load_format: str) -> str:
-    """A hash of a model's folder or GGUF file. Copies have equal hashes, and different weights have
-    different hashes. The hash covers the header of each weight file and evenly spread pieces, since
-    training changes weights everywhere. Except for GGUF, the hash also covers the files' names. For
-    dummy weights it excludes the weight data. Raises `SetupError` for files that cannot be read.
+    """Return a hash of a model's folder or GGUF file. Copies have equal hashes, and different
+    weights have different hashes. The hash covers the header of each weight file and evenly spaced
+    pieces of the rest, because training changes weights everywhere. Except for GGUF, it also covers
+    the files' names. For dummy weights it leaves out the weights. Raises `SetupError` for files
+    that cannot be read.
     """
     found = hashlib.sha256()
     try:
@@ -58,7 +59,7 @@ def _header_bytes(file: Path) -> int:
 
 
 def _pieces(file: Path, begin: int) -> Iterator[bytes]:
-    """The first `begin` bytes of a file, and pieces of the rest."""
+    """Yield the first `begin` bytes of a file, and then evenly spaced pieces of the rest."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         if begin:

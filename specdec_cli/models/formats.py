@@ -1,5 +1,5 @@
-"""Reads from a quantised checkpoint's config which matrices are stored, and their formats and
-names. Unknown settings are refused, and the error names the key."""
+"""Read from a quantised checkpoint's config which matrices are quantised, in which formats, and how
+their tensors are named. Unknown settings are refused, and the error names the key."""
 
 import re
 from collections.abc import Callable
@@ -19,12 +19,12 @@ _KINDS_OF_BITS = {4: INT4, 8: INT8}
 
 
 class Matrices(NamedTuple):
-    """The matrices that a checkpoint stores in one format. form: how their tensors are named and
-    their codes ordered, see `quantised`. one_scale: whether the file has a single scale per matrix,
-    used for every row. ordered: the config's key for a permutation of columns (`desc_act`,
-    `actorder`), which rules out keeping the matrices as stored; None without one. zeros_less_one:
-    whether the file stores each zero minus one. targets: the modules: exact names, patterns after
-    `re:`, or `Linear` for all.
+    """The matrices that a checkpoint stores in one format. form: the naming of their tensors and
+    the order of their codes, see `quantised`. one_scale: whether a matrix has a single scale.
+    ordered: the config's key that says that columns are permuted (`desc_act`, `actorder`), so that
+    the matrices cannot stay quantised; None if no key says so. zeros_less_one: whether the file
+    stores each zero point minus one. targets: the modules with such matrices, as exact names,
+    patterns after `re:`, or `Linear` for all.
     """
 
     storage: Storage
@@ -36,9 +36,9 @@ class Matrices(NamedTuple):
 
 
 class Scheme(NamedTuple):
-    """The stored matrices of a checkpoint. left: the modules that stay plain. left_key: the key of
-    the config that lists them. unused: settings of the config that would change the text but have
-    no effect here."""
+    """The quantised matrices of a checkpoint. left: the modules that are not quantised. left_key:
+    the config's key that lists them. unused: settings of the config that would change the text but
+    have no effect here."""
 
     groups: tuple[Matrices, ...]
     left: tuple[str, ...] = ()
@@ -46,8 +46,8 @@ class Scheme(NamedTuple):
     unused: tuple[str, ...] = ()
 
     def of(self, path: str) -> Matrices | None:
-        """The group of matrices of a module. Names take precedence over patterns, and patterns over
-        `Linear`."""
+        """Return the group to which the matrices of a module belong, or None. Names take precedence
+        over patterns, and patterns over `Linear`."""
         for fits in (str.__eq__, _matches, lambda target, _: target == _LINEAR):
             for group in self.groups:
                 if any(fits(target, path) for target in group.targets):
@@ -72,8 +72,8 @@ def _matches(target: str, path: str) -> bool:
 
 
 def scheme_of(settings: Settings, model: str) -> Scheme:
-    """The scheme of a checkpoint. Raises `SetupError` with the key for settings that are not
-    understood."""
+    """Return the scheme of a checkpoint, given its `quantization_config`. Raises a `SetupError`
+    that names the key for settings that are not understood."""
     return FORMATS[settings["quant_method"]](settings, model)
 
 
@@ -95,7 +95,7 @@ def _known(
 
 
 def _group_size(settings: Settings, model: str, at: str = "") -> int:
-    """The number of columns per group; 0 if a group is a whole row."""
+    """Return the number of columns per group; 0 if a group is a whole row."""
     found = settings.get("group_size")
     if type(found) is not int or not (0 < found < 1 << 31 or found == -1):
         raise _refused(f"{at}group_size", found, model, "a number of columns, or -1 for a row")
@@ -103,7 +103,7 @@ def _group_size(settings: Settings, model: str, at: str = "") -> int:
 
 
 def _fp8(settings: Settings, model: str) -> Scheme:
-    """transformers' own format."""
+    """Read the settings of transformers' own fp8 format."""
     block = settings.get("weight_block_size", (128, 128))
     storage = Storage(FP8) if block is None else Storage(FP8, _block(block, model))
     left = _names(settings, "modules_to_not_convert", model)
@@ -119,7 +119,8 @@ def _block(block: Any, model: str, key: str = "weight_block_size") -> tuple[int,
 
 
 def _gptq(settings: Settings, model: str) -> Scheme:
-    """GPTQ's format (https://github.com/AutoGPTQ/AutoGPTQ), and GPTQModel's version 2 of it."""
+    """Read the settings of GPTQ's format (https://github.com/AutoGPTQ/AutoGPTQ), or of GPTQModel's
+    version 2 of it."""
     kind = _KINDS_OF_BITS[_known(settings, "bits", (4, 8), model)]
     size, symmetric = _group_size(settings, model), _known(settings, "sym", (True, False), model)
     version = _known(settings, "checkpoint_format", (None, "gptq", "gptq_v2"), model)
@@ -133,7 +134,7 @@ def _gptq(settings: Settings, model: str) -> Scheme:
 
 
 def _awq(settings: Settings, model: str) -> Scheme:
-    """AWQ's format, https://github.com/casper-hansen/AutoAWQ."""
+    """Read the settings of AWQ's format, https://github.com/casper-hansen/AutoAWQ."""
     _known(settings, "bits", (4,), model)
     version = settings.get("version", "gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
@@ -145,7 +146,7 @@ def _awq(settings: Settings, model: str) -> Scheme:
 
 
 def _compressed_tensors(settings: Settings, model: str) -> Scheme:
-    """The format of llm-compressor and vLLM."""
+    """Read the settings of compressed-tensors, the format of llm-compressor and vLLM."""
     groups = settings.get("config_groups")
     parts = list(groups.values()) if isinstance(groups, dict) else []
     if not parts or not all(isinstance(part, dict) for part in parts):
@@ -163,7 +164,7 @@ def _compressed_tensors(settings: Settings, model: str) -> Scheme:
     return Scheme(tuple(found), left, "ignore", tuple(dict.fromkeys(unused)))
 
 
-# For each `format`: the number types, their bits, and how scales are shared.
+# The number types, bits and ways to share scales that each `format` may have.
 _COMPRESSED: dict[str, tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]] = {
     "float-quantized": (("float",), (8,), ("tensor", "channel", "block")),
     "int-quantized": (("int",), (8,), ("tensor", "channel", "group")),
@@ -174,7 +175,7 @@ _COMPRESSED: dict[str, tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]]
 
 
 def _compressed(part: Settings, form: object, model: str) -> Matrices:
-    """The scheme of one group of a config."""
+    """Read the settings of one group of matrices in compressed-tensors."""
     weights, at = part["weights"], "config_groups.weights."
     if not isinstance(weights, dict):
         raise _refused("config_groups.weights", weights, model, "a mapping")
@@ -213,7 +214,7 @@ def _compressed(part: Settings, form: object, model: str) -> Matrices:
 
 
 def _modelopt(settings: Settings, model: str) -> Scheme:
-    """The format of NVIDIA's Model-Optimizer. Its settings may be in hf_quant_config.json."""
+    """Read the settings of NVIDIA's Model-Optimizer. They may be in hf_quant_config.json."""
     inner = settings.get("quantization")
     settings = settings | (inner if isinstance(inner, dict) else {})
     _known(settings, "quant_algo", ("FP8",), model)
@@ -223,7 +224,7 @@ def _modelopt(settings: Settings, model: str) -> Scheme:
 
 
 def _mxfp4(settings: Settings, model: str) -> Scheme:
-    """The format of gpt-oss's experts, with tensors `_blocks` and `_scales`."""
+    """Return the format of gpt-oss's experts, whose tensors end in `_blocks` and `_scales`."""
     group = Matrices(Storage(MXFP4, (1, 32), scales=torch.uint8), BLOCKS)
     return Scheme((group._replace(targets=(r"re:.*\.experts\.",)),))
 
@@ -235,7 +236,7 @@ def _refused(key: str, found: object, model: str, wanted: str) -> SetupError:
     )
 
 
-# By the `quant_method` of a config.
+# The function that reads each format's settings, by the config's `quant_method`.
 FORMATS: dict[str, Callable[[Settings, str], Scheme]] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed_tensors,

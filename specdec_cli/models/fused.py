@@ -1,7 +1,7 @@
-"""Forward passes of llama-like decoders in few, large kernels.
+"""Forward passes of llama-like decoders in a few large kernels.
 
-On CUDA the module keeps working: its weights become views of the merged ones. On a CPU large
-weights are packed, and the module's own weights are freed. Legend: T packed tokens.
+On CUDA the original module keeps working: its weights become views of the merged ones. On a CPU
+large weights are packed, and the module's own weights are freed. Legend: T packed tokens.
 """
 
 from typing import Any
@@ -38,11 +38,12 @@ def is_fusable(module: Any) -> bool:
 
 
 class FusedForward:
-    """A model's forward pass in fused form; `fuse` makes it.
+    """The fused forward pass of a model. `fuse` makes it.
 
     max_len: the number of positions that passes may use. parallel: the ranks over which the module
-    is split. experts_read: int32 [L], the number of distinct experts that the last pass read in
-    each layer; 0 in a layer without experts. num_mixtures: the number of layers with experts.
+    is split. experts_read: int32 [L], the number of distinct experts whose weights the last pass
+    read in each layer; 0 for a layer without experts. num_mixtures: the number of layers with
+    experts.
     """
 
     def __init__(self, module: Any, max_len: int, parallel: TensorParallel = ALONE) -> None:
@@ -60,8 +61,8 @@ class FusedForward:
         for index, call in enumerate(_recorded_calls(module)):
             place = index, turns[index], call, following[index], read[index, :1]
             fused.append(FusedLayer.of_layer(layers[index], module.config, family, *place))
-            # Return memory as in the loader; otherwise the next layer would be allocated in
-            # fragments.
+            # Return free memory to the device, as the loader does. Otherwise the next layer would
+            # be allocated in fragments.
             if sum(p.numel() for p in layers[index].parameters()) >= LARGE:
                 return_unused(module.device)
         # Keep the head's weight: a tied head is also the embedding, and drafts may borrow it.
@@ -83,7 +84,8 @@ class FusedForward:
 
     @property
     def storages(self) -> dict[int, int]:
-        """The bytes of each memory block in use, by its address or another id."""
+        """The size in bytes of each block of memory in use, by its address or another unique
+        number."""
         return storages_of([self.cos, self.sin, self.head, self.embedding, *self.stack.held])
 
     def __call__(
@@ -93,8 +95,8 @@ class FusedForward:
         cache: KVCache,
         hidden_layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [M, V] of the batch's logit rows, and hidden states [T, L * H] of
-        `hidden_layers`."""
+        """Return logits [M, V] of the batch's logit rows, and the hidden states [T, L * H] of
+        `hidden_layers`, or None if there are none."""
         first = self.stack.layers[0]
         states: dict[int, Tensor] = {}
 
@@ -119,8 +121,8 @@ class FusedForward:
         return logits, hidden
 
     def _hidden(self, x: Normed, states: dict[int, Tensor], layers: tuple[int, ...]) -> Tensor:
-        """Hidden states [T, L * H] of `layers`, from the layers' inputs and the last layer's
-        output."""
+        """Return the hidden states [T, L * H] of `layers`. states: the inputs of layers, by number.
+        x: the last layer's output."""
         count, last = len(self.stack.layers), self.stack.layers[-1]
         if count in layers and x.squares is None:
             states[count] = x.scaled
@@ -130,20 +132,22 @@ class FusedForward:
 
 
 def busy_width(module: Any) -> int:
-    """The largest width up to which a pass gains from a graph, because the host needs longer to
-    queue it than the GPU to run it. The module may be on meta."""
+    """Return the largest width (padded number of tokens) at which a CUDA graph makes a pass faster.
+    Up to it, the host takes longer to queue the pass than the GPU to run it. The module may be on
+    meta."""
     family, layers = fusable_family(module), module.model.layers
     numbers = sum(numbers_multiplied(layer, module.config, family) for layer in layers)
     return width_busy_with(numbers / len(layers))
 
 
 def fuse(module: Any, max_len: int, parallel: TensorParallel = ALONE) -> FusedForward | None:
-    """The fused form of a loaded model; None for families without a fused form."""
+    """Return the fused form of a loaded model, or None if its family has none."""
     return FusedForward(module, max_len, parallel) if is_fusable(module) else None
 
 
 def bytes_held_twice(module: Any) -> int:
-    """Bytes of the weights that `fuse` keeps in two forms on a CPU. The module may be on meta."""
+    """Return the bytes of the weights that `fuse` keeps in two forms on a CPU. The module may be on
+    meta."""
     groups = [group for layer in module.model.layers for group in matrices(layer)]
     merged = [sum(p.numel() for p in m) for m in groups if not isinstance(m[0], StoredParameter)]
     twice = [n for n in merged if all(ops.forms_of(n, module.dtype))]
@@ -155,8 +159,8 @@ def bytes_held_twice(module: Any) -> int:
 
 @torch.inference_mode()
 def _recorded_calls(module: Any) -> list[ops.AttentionCall]:
-    """The arguments with which the original layers call attention; their modules' attributes may be
-    stale."""
+    """Run a pass through the original layers and return the arguments with which each calls
+    attention. The attributes of their modules may be outdated."""
     recorder = Recorder()
     attach(module, recorder)
     token = torch.zeros(1, 1, dtype=torch.int64, device=module.device)

@@ -16,19 +16,19 @@ _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Differences of a family's layers from Llama's, apart from biases, norms of heads, windows and
-    softcaps.
+    """The differences of a family's layers from Llama's. Biases, norms of heads, windows and
+    softcaps are not among them, because they are read from the module itself.
 
     activation: the config's key for the activation. is_gemma: norms multiply by 1 + their weight,
-    in fp32, and embeddings are multiplied by the root of their width. has_post_norms: outputs of
-    attention and MLP are normalised before the residual sum. turns_by_type: each type of layer has
-    its own rotary embedding. halves_turns: rotary tables have each angle once, although each is
-    used twice per head. caps_logits: a config may set a softcap of the logits. rounds_routes: the
-    weights of experts are rounded to the model's dtype. clamps_experts: experts are gpt-oss's, with
-    a clamped activation, biases, and weights that are stored transposed. norms_all_heads: query and
-    key are normed over all heads together. turns_partly: a config may rotate only a part of each
-    head. has_sigmoid_routes: experts are chosen by sigmoids, with a bias and by groups, and their
-    sum is scaled.
+    in fp32, and embeddings are multiplied by the square root of their width. has_post_norms:
+    outputs of attention and MLP are normalised before the residual sum. turns_by_type: each type of
+    layer has its own rotary embedding. halves_turns: rotary tables list each angle once, although a
+    head uses it twice. caps_logits: a config may set a softcap of the logits. rounds_routes: the
+    routing weights of experts are rounded to the model's dtype. clamps_experts: experts are
+    gpt-oss's, with a clamped activation, biases, and weights that are stored transposed.
+    norms_all_heads: query and key are normed over all heads together. turns_partly: a config may
+    rotate only a part of each head. has_sigmoid_routes: experts are chosen by sigmoid scores, with
+    a bias and by groups, and their sum is scaled.
     """
 
     activation: str = "hidden_act"
@@ -63,7 +63,8 @@ _FAMILIES = {
 
 
 def family_of(module: Any) -> Family | None:
-    """The family of a model; None if it has no fused form. Needs no weights."""
+    """Return the family of a model, or None if the model has no fused form. The module may be on
+    meta."""
     layers = getattr(getattr(module, "model", None), "layers", None) or ()
     names = {type(layer).__name__ for layer in layers}
     family = _FAMILIES.get(names.pop()) if len(names) == 1 else None
@@ -81,7 +82,7 @@ def family_of(module: Any) -> Family | None:
 
 
 def fusable_family(module: Any) -> Family:
-    """The family of a model that has a fused form."""
+    """Return the family of a model that is known to have a fused form."""
     family = family_of(module)
     assert family is not None
     return family
@@ -93,14 +94,15 @@ def has_experts(layer: Any) -> bool:
 
 
 def dense_mlp(layer: Any) -> Any:
-    """The MLP that all tokens pass through: the layer's own MLP, or its shared experts; None if
-    there is neither. Computed like routed experts, the shared ones would take longer than all
-    others."""
+    """Return the MLP that all tokens pass through: the layer's own MLP, or its shared experts, or
+    None if there is neither. Shared experts are computed as an MLP, because computed like routed
+    experts they would take longer than all others."""
     return getattr(layer.mlp, "shared_experts", None) if has_experts(layer) else layer.mlp
 
 
 class ExpertSizes(NamedTuple):
-    """Sizes of a layer's experts. num_features: the width inside an expert."""
+    """Sizes of a layer's experts. num_chosen: the number of experts per token. num_features: the
+    width inside an expert."""
 
     num_experts: int
     num_chosen: int
@@ -114,8 +116,8 @@ class ExpertSizes(NamedTuple):
 
 
 def _experts(layer: Any, config: Any, family: Family, read: Tensor | None) -> ops.Experts:
-    """A layer's experts, which share the module's weights. read: [1], receives the number of
-    experts that a pass reads."""
+    """Return a layer's experts, which share the module's weights. read: int32 [1], into which each
+    pass writes the number of experts that it reads; None to not count them."""
     if family.clamps_experts:
         return _clamped_experts(layer.mlp.router, layer.mlp.experts, config, read)
     router, choice_bias = layer.mlp.gate, None
@@ -144,7 +146,7 @@ def _experts(layer: Any, config: Any, family: Family, read: Tensor | None) -> op
 
 
 def _clamped_experts(router: Any, experts: Any, config: Any, read: Tensor | None) -> ops.Experts:
-    """The experts of gpt-oss; the module's weights become views of these weights."""
+    """Return the experts of a gpt-oss layer. The module's weights become views of theirs."""
     return ops.Experts(
         router=router.weight.data,
         gate_up=_transposed(experts.gate_up_proj),
@@ -162,7 +164,7 @@ def _clamped_experts(router: Any, experts: Any, config: Any, read: Tensor | None
 
 
 def _transposed(parameter: torch.nn.Parameter) -> Tensor | ops.Stored:
-    """The weights [E, N, K] of a parameter [E, K, N], which becomes a view of them."""
+    """Return the weights [E, N, K] of a parameter [E, K, N], which becomes a view of them."""
     if isinstance(parameter, StoredParameter):
         return weight_of(parameter)
     whole = parameter.data.transpose(1, 2).contiguous()
@@ -172,13 +174,14 @@ def _transposed(parameter: torch.nn.Parameter) -> Tensor | ops.Stored:
 
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
-    """One decoder layer: its merged weights and its arguments to attention.
+    """One decoder layer: its merged weights, and the arguments with which it calls attention.
 
     turn: the index of its rotary embedding among the model's. post_attention_norm, post_mlp_norm:
-    weights of the norms that follow attention and MLP, before the sums. following_norm: the weight
-    of the next layer's first norm, or of the final norm. gate_up, down: weights of the MLP for all
-    tokens; None if there are only experts. query_norm, key_norm: norms of each head.
-    all_heads_norms: norms of query and key as a whole instead.
+    weights of the norms that are applied to the outputs of attention and MLP before the residual
+    sums; None without such norms. following_norm: the weight of the next layer's first norm, or of
+    the final norm. gate_up, down: weights of the MLP for all tokens; None if there are only
+    experts. query_norm, key_norm: norms of each head. all_heads_norms: norms of query and key over
+    all heads together, used instead.
     """
 
     index: int
@@ -216,9 +219,9 @@ class FusedLayer:
         following_norm: Any,
         read: Tensor | None = None,
     ) -> Self:
-        """The fused form of a transformers layer, whose matrices become views of the merged ones.
-        index: the layer's index in the cache. following_norm: the norm module after the layer.
-        read: int32 [1], receives the number of experts that a pass reads.
+        """Return the fused form of a transformers layer, whose matrices become views of the merged
+        ones. index: the layer's index in the cache. following_norm: the norm module after the
+        layer. read: see `_experts`.
         """
         attention = layer.self_attn
         before_mlp = layer.post_attention_layernorm
@@ -262,7 +265,7 @@ class FusedLayer:
         )
 
     def normed(self, qkv: Tensor) -> Tensor:
-        """qkv [T, (H + 2 Hkv) * D] after the norms over all heads, if the layer has them."""
+        """Apply the norms over all heads to qkv [T, (H + 2 Hkv) * D], if the layer has them."""
         if self.all_heads_norms is None:
             return qkv
         query_norm, key_norm = self.all_heads_norms
@@ -275,7 +278,8 @@ class FusedLayer:
 
 
 def numbers_multiplied(layer: Any, config: Any, family: Family) -> int:
-    """The number of a layer's weights used for each token. The layer may be on meta."""
+    """Return the number of a layer's weights that each token is multiplied by. The layer may be on
+    meta."""
     found = sum(p.numel() for group in matrices(layer) for p in group)
     if has_experts(layer):
         count, chosen, _ = ExpertSizes.of(layer, config, family)
@@ -285,20 +289,20 @@ def numbers_multiplied(layer: Any, config: Any, family: Family) -> int:
 
 
 def _bias(*products: Any) -> Tensor | None:
-    """The bias of merged projections, if any."""
+    """Return the bias of merged projections, or None if they have none."""
     found = [product.bias for product in products]
     return None if found[0] is None else torch.cat(found)
 
 
 def _norm(norm: Any, family: Family) -> Tensor:
-    """The factors by which a norm multiplies."""
+    """Return the factors by which a norm multiplies."""
     weight: Tensor = norm.weight.data
     return 1.0 + weight.float() if family.is_gemma else weight
 
 
 def matrices(layer: Any) -> list[list[torch.nn.Parameter]]:
-    """A layer's weights in the groups that are merged: q, k, v; output; gate, up; down. A layer
-    with routed experts alone has no gate, up and down groups."""
+    """Return a layer's weights in the groups that are merged: [q, k, v], [output], [gate, up] and
+    [down]. A layer that has only routed experts lacks the last two."""
     attention, mlp = layer.self_attn, dense_mlp(layer)
     groups = [[attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]]
     if mlp is not None:
@@ -307,8 +311,8 @@ def matrices(layer: Any) -> list[list[torch.nn.Parameter]]:
 
 
 def merged(parameters: list[torch.nn.Parameter], keep: bool = False) -> ops.Weight:
-    """Merge the rows of all parameters [N_i, K] into one weight, of which they become views. If the
-    weight is packed without a plain form, the parameters keep only their shapes; with `keep`, also
+    """Merge the rows of all parameters [N_i, K] into one weight. The parameters become views of it.
+    If the weight is packed and has no plain form, they keep only their shapes, or with `keep` also
     their values.
     """
     if isinstance(parameters[0], StoredParameter):
@@ -328,7 +332,7 @@ def merged(parameters: list[torch.nn.Parameter], keep: bool = False) -> ops.Weig
 
 
 def _joined(parameters: list[StoredParameter]) -> ops.Stored:
-    """The stored weights of several parameters as one tensor. The parameters become its views."""
+    """Join the stored weights of several parameters into one. The parameters become views of it."""
     parts = [parameter.value for parameter in parameters if parameter.value is not None]
     whole, start = parts[0] if len(parts) == 1 else ops.Stored.joined(parts), 0
     for parameter in parameters:

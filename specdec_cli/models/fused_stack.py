@@ -1,9 +1,10 @@
-"""A pass through a stack of fused layers: the target's, or a head's.
+"""A pass through a stack of fused layers, of the target or of a draft head.
 
-A layer is five kernels: norm and q, k, v; rotary embedding, KV write and attention; output
-projection and residual; norm and gated MLP; down projection and residual. Post-norms are two more
-kernels, and experts take three instead of the MLP's two. With several ranks, partial sums of the
-residual stream are all-reduced and then added once. Legend: T packed tokens, D features of a head.
+A layer takes five kernels: norm and q, k, v; rotary embedding, KV write and attention; output
+projection and residual; norm and gated MLP; down projection and residual. Post-norms take two more
+kernels, and experts take three instead of the MLP's two. With several ranks, the ranks' partial
+sums are all-reduced and then added to the residual stream once. Legend: T packed tokens, D features
+of a head.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ Enter = Callable[[int, Normed], Normed]
 @dataclass(frozen=True, slots=True)
 class FusedStack:
     """A stack of fused layers. num_turns: the number of rotary embeddings that lie side by side in
-    the tables."""
+    the rotary tables."""
 
     layers: list[FusedLayer]
     split: SplitProducts
@@ -41,10 +42,11 @@ class FusedStack:
         cache: KVCache,
         enter: Enter = lambda _, x: x,
     ) -> Normed:
-        """The residual stream after the last layer, ready for the following norm and projection.
+        """Return the residual stream after the last layer, ready for the norm and projection that
+        follow.
 
-        start: the result of `ops.embed`: the stream before the first layer with its norm, and the
-        rows of the rotary tables. enter: replaces or records each layer's input.
+        start: the result of `ops.embed`: the stream before the first layer, normed for that layer,
+        and the rows of the rotary tables. enter: replaces or records each layer's input.
         """
         x, cos, sin = start
         del start  # this reference would keep the first layer's input alive
@@ -61,7 +63,7 @@ class FusedStack:
         return x
 
     def _second_half(self, x: Normed, layer: FusedLayer) -> Normed:
-        """The MLP, or the experts plus the shared MLP, if the layer has one."""
+        """Run the MLP of a layer, or its experts and, if there is one, its shared MLP."""
         mlp = None
         if layer.gate_up is not None and layer.down is not None:
             if layer.gate_up_bias is None:
@@ -86,7 +88,8 @@ class FusedStack:
 
 
 def storages_of(held: list[Any]) -> dict[int, int]:
-    """The bytes of each block of memory in `held`, by its address or another number."""
+    """Return the size in bytes of each block of memory that `held` uses, by its address or another
+    unique number."""
     packed = [weight for weight in held if isinstance(weight, ops.PackedWeight)]
     plain = [*held, *(weight.plain for weight in packed)]
     plain += [t for weight in held if isinstance(weight, ops.Stored) for t in weight.tensors]
@@ -95,14 +98,16 @@ def storages_of(held: list[Any]) -> dict[int, int]:
     return found | {id(weight): weight.num_bytes for weight in packed}
 
 
-# Rotates, stores keys and values, and attends: qkv [T, (H + 2 Hkv) * D] to [T, H * D].
+# Applies rotary embeddings, writes keys and values to the cache, and attends: from qkv
+# [T, (H + 2 Hkv) * D] to [T, H * D].
 Attend = Callable[[FusedLayer, Tensor, KVCache, ForwardBatch], Tensor]
 
 
 def _attention_of(batch: ForwardBatch, cos: Tensor, sin: Tensor, num_turns: int) -> Attend:
-    """The attention of a pass's fused layers. On a CPU all layers share rotations and the plan.
+    """Return the attention function for the fused layers of one pass. On a CPU all layers share the
+    rotations and the plan.
 
-    cos, sin: [T, R * D], rows of the rotary tables, R = num_turns embeddings side by side.
+    cos, sin: [T, R * D], the rows of the rotary tables, with R = num_turns embeddings side by side.
     """
     turns = list(zip(cos.chunk(num_turns, 1), sin.chunk(num_turns, 1), strict=True))
 

@@ -1,4 +1,4 @@
-"""Checks, before weights are read, that a model's output would be correct: all its layers must use
+"""Check, before weights are read, that a model's output would be correct: all its layers must use
 causal or sliding-window attention."""
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _PROBE_TOKENS = 3
 
 
 def check_config(config: Any, name: str) -> None:
-    """Raise `Unsupported` for a model whose configuration shows that it is unsupported."""
+    """Raise `Unsupported` if a model's config shows that it cannot run here."""
     if getattr(config, "is_encoder_decoder", False):
         raise Unsupported(name, f"{config.model_type} is an encoder-decoder model")
     if any(hasattr(config, key) for key in ("vision_config", "audio_config", "text_config")):
@@ -50,7 +50,8 @@ def check_config(config: Any, name: str) -> None:
 
 
 def check_layers(config: Any, name: str, held: int) -> None:
-    """Raise `SetupError` if the config names more layers than the `held` ones of the weights."""
+    """Raise `SetupError` if the config has more layers than the weights. held: the number of layers
+    in the weights."""
     layers = config.num_hidden_layers
     if layers > held:
         raise SetupError(
@@ -60,7 +61,7 @@ def check_layers(config: Any, name: str, held: int) -> None:
 
 
 def quantisation(config: Any) -> str | None:
-    """The quantisation method that a config names; None for plain weights."""
+    """Return the quantisation method that a config names, or None for plain weights."""
     stored = getattr(config, "quantization_config", None)
     if stored is None:
         return None
@@ -68,7 +69,7 @@ def quantisation(config: Any) -> str | None:
 
 
 def rope_settings(config: Any) -> list[dict[str, Any]]:
-    """The rotary settings of a config: one dict, or one for each layer type."""
+    """Return the rotary settings in a config, as a list: one dict, or one for each layer type."""
     found = []
     for attribute in ("rope_parameters", "rope_scaling"):
         value = getattr(config, attribute, None)
@@ -107,7 +108,8 @@ def probe(model: Any, name: str) -> list[LayerShape]:
 
 
 def _trial_pass(model: Any, name: str) -> None:
-    """Run a pass over a few tokens. Raises `Unsupported` if it fails or depends on values."""
+    """Run a pass over a few tokens. Raises `Unsupported` if it fails, or if its code depends on the
+    values of tensors."""
     kind = model.config.model_type
     device = next(model.parameters()).device
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
@@ -129,7 +131,8 @@ def _trial_pass(model: Any, name: str) -> None:
 
 @contextmanager
 def batched_experts(model: Any) -> Iterator[None]:
-    """Select the only implementation of experts whose shapes do not depend on routing."""
+    """Let the block use the only implementation of experts whose shapes do not depend on
+    routing."""
     chosen = model.get_experts_implementation()
     model.set_experts_implementation(dict.fromkeys(chosen, "batched_mm"))
     try:

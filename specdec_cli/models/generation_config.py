@@ -1,4 +1,4 @@
-"""Translates the sampling settings in a model's generation_config.json, or an old model's
+"""Translate the sampling settings in a model's generation_config.json, or in an old model's
 config.json, into recipe keys."""
 
 from collections.abc import Mapping
@@ -22,8 +22,8 @@ _PROCESSING: dict[str, Any] = {
     "min_new_tokens": 0,
 }
 _DRAW: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
-# Keys that change a text and have no counterpart here, with the values that change nothing. None
-# and False never change anything.
+# Keys that change the generated text but are not supported here, each with the value that changes
+# nothing. None and False never change anything.
 _UNSUPPORTED_DRAW: dict[str, Any] = {
     "min_p": 0,
     "top_h": None,
@@ -54,12 +54,12 @@ _UNSUPPORTED: dict[str, Any] = {
 
 _KEYS = {"do_sample", *_PROCESSING, *_DRAW, *_UNSUPPORTED, *_UNSUPPORTED_DRAW}
 _GIVE = "leave sampling.from out, and give the values that you want"
-_FROM = "_read_from"  # the source of the values, if it is a different file
+_FROM = "_read_from"  # key for the file that the values are from, if not FILE
 
 
 def generation_config(place: Path) -> dict[str, Any]:
-    """The content of generation_config.json in a model's folder. Without that file, `generate` uses
-    the same keys of config.json, as in old checkpoints; they are returned, if any.
+    """Return the contents of a model's generation_config.json. Old checkpoints have no such file,
+    and `generate` then uses the same keys of config.json; so these are returned, if there are any.
     """
     file, older = place / FILE, place / CONFIG
     if file.is_file():
@@ -71,28 +71,31 @@ def generation_config(place: Path) -> dict[str, Any]:
 
 
 def file_of(stored: Mapping[str, Any]) -> str:
-    """The name of the file that the values are from."""
+    """Return the name of the file from which the values `stored` were read."""
     return str(stored.get(_FROM, FILE))
 
 
 def recommended(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of `sampling` that the file sets, with its values. Keys for drawing count only if it
-    has `do_sample`; otherwise `generate` is greedy."""
+    """Return the keys of the recipe's `sampling` that the file sets, with their values. Keys for
+    drawing, such as temperature, count only if the file has `do_sample`; otherwise `generate` is
+    greedy."""
     known = {**_PROCESSING, **(_DRAW if stored.get("do_sample") else {})}
     found = {key: stored[key] for key in known if stored.get(key) is not None}
     return {key: tuple(v) if isinstance(v, list) else v for key, v in found.items()}
 
 
 def unsupported(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the file that change a text in `generate` but have no effect here."""
+    """Return the settings in the file that change the text of `generate` but have no effect
+    here."""
     known = {**_UNSUPPORTED, **(_UNSUPPORTED_DRAW if stored.get("do_sample") else {})}
     values = {key: stored[key] for key in known if stored.get(key) not in (None, False)}
     return {key: value for key, value in values.items() if value != known[key]}
 
 
 def with_sampling(recipe: Recipe) -> Recipe:
-    """The recipe with the sampling of its target, if `sampling.from` is model. Raises `UsageError`
-    if the recipe has other values, and `SetupError` for a damaged file.
+    """Return the recipe with the sampling settings of its target's files, if `sampling.from` is
+    model. Raises `UsageError` if the recipe has other values, or if these settings are missing or
+    unsupported, and `SetupError` for a damaged file.
     """
     asked, target = recipe.sampling, recipe.target
     if asked.source == "recipe":
@@ -129,5 +132,5 @@ def with_sampling(recipe: Recipe) -> Recipe:
 
 
 def in_words(values: Mapping[str, Any]) -> str:
-    """Keys and values in words, such as `temperature 0.7, top_k 20`."""
+    """Return keys and values as text, such as `temperature 0.7, top_k 20`."""
     return ", ".join(f"{key} {shown(value)}" for key, value in values.items())

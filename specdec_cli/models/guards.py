@@ -1,9 +1,9 @@
-"""Guards around tokenizers, whose files come with a model. They limit sizes, growth of texts,
-templates, and calls of native code.
+"""Limits for tokenizers, whose files come with a model and may do harm. Sizes of files, lengths of
+texts, chat templates and calls of native code are limited.
 
-A chat template is a program, which may never end. Native code cannot be interrupted, its panics are
-no `Exception`, and it aborts the process when memory runs out. So it runs in a thread with a time
-limit, and the growth of texts is checked before it runs.
+A chat template is a program and may never end. Native code cannot be interrupted, its panics are
+not an `Exception`, and it aborts the process when memory runs out. So native code runs in a thread
+with a time limit, after a check of how long it can make a text.
 """
 
 import fcntl
@@ -23,9 +23,9 @@ from specdec_cli.text import inert, shortened
 
 T = TypeVar("T")
 
-TEXT_SECONDS = 10.0  # seconds for a text, plus the same for each million characters or ids
-TEMPLATE_SECONDS = 10.0  # seconds of the processor's time for one conversation
-TEMPLATE_BYTES = 2 * 2**30  # bytes beyond the process's present memory
+TEXT_SECONDS = 10.0  # time limit for a text, and as much again per million characters or ids
+TEMPLATE_SECONDS = 10.0  # processor time for one conversation, in seconds
+TEMPLATE_BYTES = 2 * 2**30  # bytes in addition to the process's present memory
 MOST_CHARACTERS = 2**25  # maximum characters of a text after rendering or other steps
 FILE_BYTES = 2**28
 _READ = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".bpe"}
@@ -34,7 +34,7 @@ _MOST_STEPS = 1000
 
 
 def unsafe_file(folder: Path) -> Path | None:
-    """A tokenizer's file that is not regular or too large to read, if there is one."""
+    """Return a file of a tokenizer that is not a regular file or is too large to read, or None."""
     for file in sorted(folder.iterdir()):
         if file.suffix in _READ and (not file.is_file() or file.stat().st_size > FILE_BYTES):
             return file
@@ -42,8 +42,9 @@ def unsafe_file(folder: Path) -> Path | None:
 
 
 def growth_of(steps: Any, part: str) -> int:
-    """The largest factor by which the steps in tokenizer.json can multiply a text's length. Raises
-    a `ValueError` that names the `part` if there are so many steps that native code would abort.
+    """Return the largest factor by which the steps in one part of tokenizer.json can multiply a
+    text's length. Raises a `ValueError` that names the `part` if the factor is too large, or if
+    there are so many steps that native code would abort.
     """
     growth, count, inner = 1, 0, [steps]
     while inner:
@@ -63,7 +64,7 @@ def growth_of(steps: Any, part: str) -> int:
 
 
 def _copies(template: Any) -> int:
-    """The number of times that a post-processor's template repeats a text."""
+    """Return the number of times that a post-processor's template repeats a text."""
     pieces = template if isinstance(template, list) else []
     return sum(isinstance(piece, dict) and "Sequence" in piece for piece in pieces)
 
@@ -78,12 +79,13 @@ def check_length(length: int, growth: int) -> None:
 
 @contextmanager
 def bounded(seconds: float, size: int) -> Iterator[None]:
-    """Bound the time and memory of Python code in the block, in the main thread only.
+    """Limit the time and memory of Python code in the block. This works in the main thread only; in
+    other threads there is no limit.
 
-    seconds: processor time after which `TimeoutError` is raised. size: bytes that the code may take
-    beyond the process's present memory; more raise `MemoryError`.
+    seconds: the processor time after which `TimeoutError` is raised. size: the bytes that the code
+    may take in addition to the process's present memory; beyond them, `MemoryError` is raised.
     """
-    if threading.current_thread() is not threading.main_thread():  # signals arrive there
+    if threading.current_thread() is not threading.main_thread():  # only there do signals arrive
         yield
         return
 
@@ -106,7 +108,8 @@ def bounded(seconds: float, size: int) -> Iterator[None]:
 
 
 def is_panic(problem: BaseException) -> bool:
-    """True if native code panicked. A panic is no `Exception` of Python's."""
+    """True if native code panicked. Python sees a panic as a `BaseException`, not as an
+    `Exception`."""
     return type(problem).__name__ == "PanicException"
 
 
@@ -114,7 +117,8 @@ def is_panic(problem: BaseException) -> bool:
 def refusing(
     error: Callable[[BaseException], Exception], passed: type[Exception]
 ) -> Iterator[None]:
-    """Turn failures and panics during the block into an `error`, except those in `passed`."""
+    """Turn exceptions and panics in the block into the exception that `error` returns for them.
+    Exceptions of the type `passed` stay as they are."""
     try:
         yield
     except passed:
@@ -126,8 +130,8 @@ def refusing(
 
 
 def in_time(work: Callable[[], T], length: int) -> T:
-    """The result of `work` on a text of `length` characters or ids. Raises `TimeoutError` if the
-    work takes too long; its thread keeps running."""
+    """Run `work` on a text of `length` characters or ids, and return its result. Raises
+    `TimeoutError` if the work takes too long; its thread keeps running."""
     done = Future[T]()
 
     def run() -> None:
@@ -148,12 +152,12 @@ def in_time(work: Callable[[], T], length: int) -> T:
 
 @contextmanager
 def native_lines() -> Iterator[None]:
-    """Collect the lines that native code writes to descriptors 1 and 2, and write them to standard
-    error at the end, without those about panics."""
+    """Collect the lines that native code writes to descriptors 1 and 2 during the block.
+    Afterwards, write them to standard error, except those about a panic."""
     with _held:
-        held: dict[int, tuple[int, int]] = {}  # a copy of the descriptor, and the memory file
+        held: dict[int, tuple[int, int]] = {}  # a copy of each descriptor, and its file in memory
         for descriptor in (1, 2):
-            # The stream is closed, or the system is not Linux.
+            # These errors mean that the stream is closed, or that the system is not Linux.
             with suppress(OSError, AttributeError):
                 held[descriptor] = _copy(descriptor), _memory()
         is_panicking = False
@@ -181,13 +185,12 @@ def native_lines() -> Iterator[None]:
 
 
 def _copy(descriptor: int) -> int:
-    """A copy of a descriptor. The copy's number is at least 3, even if a standard stream is
-    closed."""
+    """Duplicate a descriptor. The new number is at least 3, even if a standard stream is closed."""
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
 
 
 def _memory() -> int:
-    """The descriptor of a new file in memory."""
+    """Make a file in memory and return its descriptor."""
     made = os.memfd_create("lines")
     try:
         return _copy(made)
@@ -196,7 +199,8 @@ def _memory() -> int:
 
 
 def _escaped(said: bytes) -> bytes:
-    """Lines without control characters. Quoted names in files may contain some."""
+    """Shorten lines and remove control characters from them. Lines may quote names in a model's
+    files, which may contain such characters."""
     lines = said.decode(errors="replace").splitlines()
     return "".join(f"{inert(shortened(line))}\n" for line in lines).encode()
 

@@ -1,4 +1,5 @@
-"""Parameters of a module that stay as stored in the checkpoint, or are borrowed from the target."""
+"""Parameters of a module that keep the checkpoint's quantised form, or that are borrowed from the
+target."""
 
 import ctypes
 from typing import Any, Self
@@ -7,13 +8,14 @@ import torch
 from specdec_kernels.linear.stored import Storage, Stored, plain_of
 from torch import Tensor, nn
 
-LARGE = 1 << 18  # moving a weight with this many values leaves much unused memory behind
+LARGE = 1 << 18  # moving a weight of at least this many values leaves much unused memory
 
 
 class StoredParameter(nn.Parameter):
-    """A parameter with the shape and dtype that a module needs, but without plain values. value:
-    the stored weight; None on meta. is_transposed: whether the module's last two dimensions are
-    exchanged."""
+    """A parameter that keeps the checkpoint's quantised form. It has the shape and dtype that a
+    module needs, but no plain values. stored_as: the form. value: the stored weight; None on meta.
+    is_transposed: whether the module and the stored weight have their last two dimensions in
+    opposite order."""
 
     stored_as: Storage
     value: Stored | None
@@ -41,13 +43,13 @@ class StoredParameter(nn.Parameter):
 
     @property
     def shape_written(self) -> tuple[int, ...]:
-        """[..., features written, features read]."""
+        """The shape of the stored weight, [..., output features, input features]."""
         *outer, rows, columns = self.shape
         return (*outer, columns, rows) if self.is_transposed else (*outer, rows, columns)
 
 
 def weight_of(parameter: Tensor) -> Tensor | Stored:
-    """The weight of a module's parameter, in the form in which it is held."""
+    """Return the weight of a module's parameter, either plain or quantised, as it is stored."""
     if not isinstance(parameter, StoredParameter):
         return parameter.data
     assert parameter.value is not None, "on meta"
@@ -55,14 +57,16 @@ def weight_of(parameter: Tensor) -> Tensor | Stored:
 
 
 def held_bytes(parameter: Tensor) -> int:
-    """Bytes of a module's parameter on a device. The parameter may be on meta."""
+    """Return the bytes that a module's parameter takes on a device. The parameter may be on
+    meta."""
     if isinstance(parameter, StoredParameter):
         return parameter.stored_as.num_bytes(parameter.shape_written)
     return parameter.numel() * parameter.element_size()
 
 
 def plain_weight(parameter: Tensor) -> Tensor:
-    """The numbers of a module's parameter; on meta, the parameter itself."""
+    """Return the values of a module's parameter, dequantised if it is quantised. On meta, return
+    the parameter itself."""
     if isinstance(parameter, StoredParameter) and parameter.value is None:
         return parameter.data
     found = plain_of(weight_of(parameter), parameter.dtype)
@@ -71,21 +75,22 @@ def plain_weight(parameter: Tensor) -> Tensor:
 
 
 def lendable(model: Any) -> dict[str, Any]:
-    """The modules of a transformers model whose weights a draft may borrow, by their names in
-    `draft.share`."""
+    """Return the modules of a transformers model whose weights a draft may borrow, by their names
+    in `draft.share`."""
     return {"embeddings": model.get_input_embeddings(), "lm_head": model.get_output_embeddings()}
 
 
 def borrowed_weights(draft: Any, target: Any, share: tuple[str, ...]) -> dict[str, nn.Parameter]:
-    """The target's weights for the draft module, by their names in the draft. Modules themselves
-    are not shared, because those of some families scale their outputs."""
+    """Return the target's weights that a draft uses, by their names in the draft module. share:
+    names of `lendable`. The modules themselves are not shared, because in some families they scale
+    their outputs."""
     names = {id(module): name for name, module in draft.named_modules()}
     ours, theirs = lendable(draft), lendable(target)
     return {f"{names[id(ours[what])]}.weight": theirs[what].weight for what in share}
 
 
 def return_unused(device: torch.device) -> None:
-    """Return memory that is free in torch's reserve, or in glibc's heap, to the device."""
+    """Free the memory that torch's allocator or glibc's heap keeps in reserve."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:

@@ -1,7 +1,7 @@
-"""Hidden states of transformers' own modules, for proposers that read them.
+"""Record the hidden states of transformers' own modules, for drafts that read them.
 
-State 0 is the embedding output, state i the input of layer i, and the last the output of the final
-norm. `models.fused` records hidden states itself.
+State 0 is the output of the embedding, state i is the input of layer i, and the last state is the
+output of the final norm. Fused passes (`models.fused`) record hidden states themselves.
 """
 
 from functools import partial
@@ -14,9 +14,9 @@ from specdec_cli.errors import SetupError
 
 
 def check_hidden_layers(module: Any, layers: tuple[int, ...]) -> None:
-    """Raise `SetupError` unless `module` has the hidden states of `layers`, each with one vector of
-    `hidden_size` numbers a token. gemma3n has several vectors, and OPT-350m's embeddings have
-    another width."""
+    """Raise `SetupError` unless `module` has the hidden states `layers`, with one vector of
+    `hidden_size` values per token. For example, gemma3n has several vectors per token, and
+    OPT-350m's embeddings have another width."""
     if not layers:
         return
     config = module.config
@@ -28,14 +28,14 @@ def check_hidden_layers(module: Any, layers: tuple[int, ...]) -> None:
                 f"0 is the embedding output and {last} the output of the final norm",
             )
     if getattr(config, "altup_num_inputs", 1) > 1:
-        raise SetupError(f"hidden states of {kind} cannot be used: each is several vectors a token")
+        raise SetupError(f"hidden states of {kind} cannot be used: there are several per token")
     if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
         raise SetupError(f"hidden states of this {kind} cannot be used: their widths differ")
 
 
 class HiddenStates:
-    """Keeps hidden states while `module` runs, by hooks. Compiled passes trace the hooks that were
-    set before."""
+    """Records hidden states while `module` runs, by hooks. Make this object before a pass is
+    compiled, because compiled passes use only the hooks that were there then."""
 
     def __init__(self, module: Any, layers: tuple[int, ...]) -> None:
         decoder, stack = _decoder_of(module)
@@ -50,13 +50,15 @@ class HiddenStates:
             self._hooks.append(decoder.register_forward_hook(partial(_keep, self._states, last)))
 
     def take(self) -> Tensor:
-        """The states [T, L * H] of the pass that just ran, side by side in the requested order."""
+        """Return the states [T, L * H] of the pass that just ran, side by side in the requested
+        order, and forget them."""
         taken = torch.cat([self._states[layer] for layer in self._layers], dim=-1)
         self.forget()
         return taken[0]
 
     def forget(self) -> None:
-        """Drop the states of a pass that failed: the next compiled pass expects none."""
+        """Drop the states of a pass that failed, because the next compiled pass expects that there
+        are none."""
         self._states.clear()
 
     def remove(self) -> None:
@@ -66,7 +68,7 @@ class HiddenStates:
 
 
 def _decoder_of(module: Any) -> tuple[nn.Module, nn.ModuleList]:
-    """The submodule that runs the layers and the final norm, and the layers."""
+    """Return the submodule that runs the layers and the final norm, and the layers."""
     count = module.config.num_hidden_layers
     return next(
         (owner, child)
@@ -79,5 +81,6 @@ def _decoder_of(module: Any) -> tuple[nn.Module, nn.ModuleList]:
 def _keep(
     states: dict[int, Tensor], layer: int, _: Any, args: tuple[Any, ...], output: Any = None
 ) -> None:
-    """Keep a layer's input, as a hook before it, or the last hidden state, after the decoder."""
+    """Store a hidden state: the input of a layer, as a hook before it, or the last hidden state, as
+    a hook after the decoder."""
     states[layer] = args[0] if output is None else output.last_hidden_state

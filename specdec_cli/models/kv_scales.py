@@ -1,7 +1,8 @@
-"""Scales of an fp8 cache: the checkpoint's own, or 1.
+"""The scales of a KV cache in fp8: the checkpoint's own, or 1.
 
 A checkpoint has one scale for keys and one for values, per layer or per head. Keys and values are
-divided by their scale. Scales have the names of compressed-tensors, Model-Optimizer or AutoFP8.
+divided by their scale. The names of scales are those of compressed-tensors, Model-Optimizer or
+AutoFP8.
 """
 
 import re
@@ -28,12 +29,13 @@ _WITHOUT = "cache.dtype: auto needs no scales"
 
 
 def cache_dtype(spec: ModelSpec, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the cache's elements for a model in `dtype`."""
+    """Return the dtype of the cache's elements for a model in `dtype`."""
     return ops.FP8 if spec.cache == "fp8" else dtype
 
 
 def cache_note(spec: ModelSpec, place: Path | None = None) -> dict[str, str]:
-    """A fact for the record of a run. place: the checkpoint, which may contain scales."""
+    """Return a note on the cache for the record of a run, or an empty dict if there is nothing to
+    say. place: the checkpoint, which may contain scales."""
     has_scales = place is not None and bool(_scales_in(spec, place))
     if spec.cache == "fp8":
         told = "the checkpoint's scales" if has_scales else "scales of 1"
@@ -50,8 +52,9 @@ def read_scales(
     parallel: TensorParallel,
     device: torch.device,
 ) -> list[torch.Tensor] | None:
-    """The scales of each of this rank's layers, as in `ops.LayerCache`; None without scales. Raises
-    `SetupError` with the tensor or the key for scales that do not fit or are not for fp8.
+    """Return the scales of each layer on this rank, fp32 [2, Hkv] as in `ops.LayerCache`, or None
+    if there are no scales. Raises a `SetupError` that names the tensor or the key for scales that
+    do not fit or are not for fp8.
     """
     names = _scales_in(spec, place) if spec.cache == "fp8" else {}
     if not names:
@@ -84,12 +87,13 @@ def read_scales(
 def _of_heads(
     stored: torch.Tensor, told: str, heads: int, parallel: TensorParallel
 ) -> torch.Tensor:
-    """This rank's part of a stored scale, fp32 [heads]."""
+    """Return this rank's part of a stored scale, fp32 [heads]. told: the scale's name in
+    messages."""
     found, size = stored.float().flatten(), parallel.size
     if not (count := len(found)) or not bool(((found > 0) & found.isfinite()).all()):
         raise SetupError(f"{told} has a value that is not a scale: {stored.tolist()}", _WITHOUT)
-    # Ranks hold their own heads, or a head that several share. Some families cache all heads on
-    # each rank.
+    # A rank caches its part of the heads, or one head that several ranks share. In some families,
+    # each rank caches all heads.
     if count in (1, heads):
         return found.expand(heads)
     if count != heads * size and (heads != 1 or size % count):
@@ -101,7 +105,7 @@ def _of_heads(
 
 
 def _scales_in(spec: ModelSpec, place: Path) -> dict[tuple[int, str], str]:
-    """The names of a checkpoint's scales by layer and side, k or v."""
+    """Return the names of a checkpoint's scales, by layer and by k (keys) or v (values)."""
     if spec.load_format == "dummy" or is_gguf(place):
         return {}
     names: Collection[str] = tensor_names(place)

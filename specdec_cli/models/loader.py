@@ -1,4 +1,4 @@
-"""Fills a transformers module on meta, from a checkpoint or with random values."""
+"""Fill a transformers module on meta with weights, from a checkpoint or at random."""
 
 import hashlib
 import logging
@@ -48,8 +48,8 @@ _DUMMY_TILE = 1 << 20  # values drawn for a dummy weight on CPU; larger tensors 
 
 
 class Names(Protocol):
-    """Maps the file's names of a module's tensors to the module's own names (`own`) and back
-    (`stored`). own returns None for tensors of other modules."""
+    """Translates the names of a module's tensors: `own` turns a name in the file into the module's
+    name, and `stored` does the reverse. `own` returns None for a tensor of another module."""
 
     def own(self, stored: str, /) -> str | None: ...
     def stored(self, own: str, /) -> str: ...
@@ -57,9 +57,9 @@ class Names(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfilled:
-    """The part of a model on meta that determines its weights. draft_tensors: a pattern of the
-    names in the model's files that its draft reads. names: maps names if the file also holds
-    another model; otherwise None."""
+    """A model on meta, with all that is needed to load its weights. draft_tensors: a pattern for
+    the names of tensors in the model's files that its draft reads. names: translates names if the
+    file also holds another model; otherwise None."""
 
     spec: ModelSpec
     place: Path
@@ -75,12 +75,13 @@ def load(
     device: torch.device,
     borrowed: dict[str, torch.nn.Parameter] | None = None,
 ) -> Any:
-    """A copy of the described module, filled with its weights on `device`. The description stays on
-    meta, for another load: fused layers and heads change the module that they are made from.
+    """Load the weights on `device`, into a copy of the described module, and return the copy. The
+    description stays on meta and can be loaded again, because fused layers and heads change the
+    module that they are made from.
 
-    borrowed: parameters of another model, by name, in place of its own. A tied parameter is
-    replaced only under the given names. Raises a `SetupError` that names the file or tensor if the
-    checkpoint does not fit the config.
+    borrowed: parameters of another model, by name, that replace the module's own. A tied parameter
+    is replaced only under the given names. Raises a `SetupError` that names the file or tensor if
+    the checkpoint does not fit the config.
     """
     description = replace(description, module=deepcopy(description.module))
     module, spec, borrowed = description.module, description.spec, borrowed or {}
@@ -96,8 +97,8 @@ def load(
 
 @contextmanager
 def open_tensors(description: Unfilled) -> Iterator[dict[str, Read]]:
-    """Plain readers of all tensors in a model's files. Raises `SetupError` for GGUF and for damaged
-    files."""
+    """Open a model's files and yield readers of all their tensors as plain ones, by name. Raises
+    `SetupError` for GGUF and for damaged files."""
     spec, config = description.spec, description.module.config
     if is_gguf(description.place):
         raise SetupError(f"{spec.name} is a GGUF file, which holds no draft")
@@ -110,7 +111,8 @@ def open_tensors(description: Unfilled) -> Iterator[dict[str, Read]]:
 
 
 def _by_own_names(description: Unfilled, tensors: dict[str, Read]) -> dict[str, Read]:
-    """The model's tensors in a file by its own names; all tensors if no `names` are set."""
+    """Return the readers of the model's tensors by its own names, or all readers if no `names` are
+    set."""
     names = description.names
     if names is None:
         return tensors
@@ -122,7 +124,8 @@ ReadWeight = Callable[[Part | None], torch.Tensor | Stored]
 
 @contextmanager
 def _opened(description: Unfilled) -> Iterator[tuple[dict[str, ReadWeight], list[str]]]:
-    """Readers of the module's tensors by its names, and the stored names that nothing uses."""
+    """Open a model's files. Yields readers of the module's tensors, by the module's names, and the
+    names in the files that nothing uses."""
     module, spec, place = description.module, description.spec, description.place
     if is_gguf(place):
         header, held = read_model(place), stored_parameters(module)
@@ -182,8 +185,8 @@ def _fill(
 ) -> None:
     """Fill this rank's part of every parameter and stored buffer from `source`.
 
-    A tied parameter is read once. A head that is a part of the embedding becomes a view of it.
-    transformers' own initialisation fills tensors that the source lacks.
+    A tied parameter is read once. A head that is tied to the embedding and split over ranks becomes
+    a view of the embedding. transformers' own initialisation fills tensors that the source lacks.
     """
     module, shards = description.module, description.shards
     exact = _exact_names(module, description.dtype)
@@ -218,9 +221,9 @@ def _fill(
                 done[id(meta)] = filled
                 came = value.codes if isinstance(value, Stored) else value
                 if came is not None and came.data_ptr() != filled.data_ptr():
-                    # Otherwise later weights would be allocated in fragments of the source's
-                    # buffers and keep these reserved: 17 GiB with a 70B model on two GPUs, and on a
-                    # CPU three times the weights if they become fp8.
+                    # Without this, later weights would be allocated in fragments of the source's
+                    # buffers and keep these reserved. That takes 17 GiB with a 70B model on two
+                    # GPUs, and on a CPU three times the weights if they become fp8.
                     left_on = came.device
                     del value, came
                     if filled.numel() >= LARGE:
@@ -232,8 +235,9 @@ def _fill(
 def _placed(
     value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A weight on `device` that nothing else uses: the value itself or a copy. Without a value the
-    weight is zero, since initialisation misses some tensors (activations of apertus)."""
+    """Return a weight on `device` that nothing else uses: the value itself or a copy. If there is
+    no value, the weight is zero, because transformers' initialisation misses some tensors (in
+    apertus's activations)."""
     if value is None:
         return torch.zeros(shape, dtype=dtype, device=device)
     is_whole = value.untyped_storage().nbytes() == value.nbytes and value.is_contiguous()
@@ -245,8 +249,8 @@ def _placed(
 
 
 def _stored(module: Any) -> list[tuple[str, Any, str, torch.Tensor]]:
-    """The tensors of a module that a checkpoint holds, as (name, owning module, name there,
-    tensor). A tied tensor appears under each of its names."""
+    """Return the tensors of a module that a checkpoint holds, as (name, owning module, name in that
+    module, tensor). A tied tensor appears under each of its names."""
     found = []
     for name, tensor in module.state_dict(keep_vars=True).items():
         prefix, _, leaf = name.rpartition(".")
@@ -255,8 +259,8 @@ def _stored(module: Any) -> list[tuple[str, Any, str, torch.Tensor]]:
 
 
 def _exact_names(module: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """A pattern of names of tensors, such as routers' biases, that the family keeps in float32;
-    None without any."""
+    """Return a pattern for the names of tensors that the family keeps in float32, such as routers'
+    biases, or None if there are none."""
     globs = [glob for glob, kept in module._get_dtype_plan(dtype).items() if kept == torch.float32]
     return re.compile("|".join(glob.replace("*", ".*") for glob in globs)) if globs else None
 
@@ -268,8 +272,8 @@ def _checkpoint_source(
     borrowed: Set[str],
     device: torch.device,
 ) -> Source:
-    """A source of tensors from a checkpoint. Raises `SetupError` if a tensor of the module is
-    missing there."""
+    """Return a function that reads tensors from a checkpoint, for `_fill`. Raises `SetupError` if a
+    tensor of the module is missing there."""
     module, spec, tied = description.module, description.spec, description.shards.tied
     told = description.names.stored if description.names is not None else str
     method, lent = quantisation(module.config), description.draft_tensors
@@ -302,7 +306,8 @@ def _checkpoint_source(
 
     def source(name: str, meta: torch.Tensor, part: Part | None) -> torch.Tensor | Stored:
         shape = list(meta.shape if part is None else part.shape)
-        # A weight that is quantised here is read whole: its scales cover all ranks' columns.
+        # Read a weight that is quantised here as a whole, because its scales cover the columns of
+        # all ranks.
         is_whole = isinstance(meta, StoredParameter) and spec.weights == FP8
         try:
             value = found[name](None if is_whole else part)
@@ -336,8 +341,8 @@ def _checkpoint_source(
 
 
 def _same(names: list[str], readers: dict[str, ReadWeight], spec: ModelSpec) -> ReadWeight:
-    """The reader of one tensor that the weights hold under several names. The stored tensors must
-    be equal."""
+    """Return the reader of one tensor that the weights hold under several names. Raises
+    `SetupError` if the stored tensors differ."""
     if len(names) == 1:
         return readers[names[0]]
     first = readers[names[0]](None)  # kept, since not every tensor can be read twice
@@ -364,10 +369,12 @@ def _wrong_shape(name: str, spec: ModelSpec, stored: list[int], wanted: list[int
 
 
 def _dummy_source(module: Any, device: torch.device) -> Source:
-    """Random matrices, seeded by parameter name; each rank takes its part of them.
+    """Return a function that draws random matrices, for `_fill`. They are seeded by parameter name,
+    and each rank takes its part of them.
 
-    Norms and biases, some of them stacked, are left to transformers' initialisation, which makes
-    them neutral. Attention sinks are drawn here, since it would draw other ones on each rank.
+    Norms and biases, including stacked ones, are left to transformers' initialisation, which makes
+    them neutral. Attention sinks are drawn here, because that initialisation would draw different
+    ones on each rank.
     """
     std = float(getattr(module.config, "initializer_range", 0.02))
 
@@ -395,14 +402,15 @@ def _dummy_source(module: Any, device: torch.device) -> Source:
 
 
 def _restore_buffers(module: Any, device: torch.device) -> None:
-    """Give buffers and unread vectors their initial values; random values have a fixed seed."""
+    """Give initial values to buffers, and to vectors that were not read. Random values have a fixed
+    seed."""
     for owner in module.modules():
         for name, buffer in list(owner._buffers.items()):
             if buffer is not None and buffer.is_meta:
                 owner._buffers[name] = torch.empty_like(buffer, device=device)
     touched = [device] if device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(touched):
-        # With torch.manual_seed, a device that is not used yet would record the stack.
+        # torch.manual_seed would also seed CUDA later and, for that, record the present stack.
         (torch.manual_seed if touched else torch.default_generator.manual_seed)(0)
         with initialization.guard_torch_init_functions():
             module.initialize_weights()

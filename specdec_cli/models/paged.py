@@ -25,9 +25,9 @@ from specdec_cli.models.prompt_passes import PromptGraphs, PromptPasses, Results
 class PassOutput(NamedTuple):
     """The results of a pass, in the model's dtype.
 
-    logits: [M, V] for the requested rows, or [B, Q or 1, V] for a padded pass. hidden: the hidden
-    states of `PagedModel.hidden_layers`, [T, L * H] of all packed tokens or [B, Q, L * H]; None
-    without layers.
+    logits: [M, V] for the requested tokens, or [B, Q, V] or [B, 1, V] for a padded pass. hidden:
+    the hidden states of `PagedModel.hidden_layers`, [T, L * H] for all packed tokens, or
+    [B, Q, L * H] for a padded pass; None if no layers are requested.
     """
 
     logits: torch.Tensor
@@ -37,11 +37,12 @@ class PassOutput(NamedTuple):
 class PagedModel:
     """Runs passes through `module`, keeping keys and values in `cache`.
 
-    vocab_size: width of the logits. foreign_ids: whether passes may hold ids past the vocabulary.
-    They are fed as the last id (for a draft beside a target with more padding). fused: runs all
-    passes in place of `module`. compiled: runs padded passes. hidden_layers: the layers whose
-    hidden states passes return too, counted as in `models.hidden`. Set it before a pass is
-    compiled or captured. Setting it raises `SetupError` for layers that the model does not have.
+    vocab_size: the width of the logits. foreign_ids: whether passes may hold ids past the
+    vocabulary, as in a draft whose target has more padding ids. Such ids are replaced by the last
+    id of the vocabulary. fused: if given, runs all passes in place of `module`. compiled: if given,
+    runs padded passes. hidden_layers: the layers whose hidden states passes also return, counted as
+    in `models.hidden`. Set it before a pass is compiled or captured. Setting it raises `SetupError`
+    for layers that the model does not have.
     """
 
     def __init__(
@@ -88,14 +89,16 @@ class PagedModel:
         self._prompts = None
 
     def capture_prompts(self, graphs: PromptGraphs) -> None:
-        """Let `prefill` run among `graphs` from now on, if the model has a fused form."""
+        """From now on, let `prefill` run its passes as CUDA graphs, which `graphs` captures, if the
+        model has a fused form."""
         if self.fused is not None:
             most = busy_width(self.module)
             self._prompts = graphs.of(self.prompt_pass, self.cache.block_size, most)
 
     @property
     def mixtures(self) -> FusedForward | None:
-        """The fused form if it has layers with experts, whose reads it counts; None otherwise."""
+        """The fused form, which counts the experts that it reads, if it has layers with experts;
+        otherwise None."""
         return self.fused if self.fused is not None and self.fused.num_mixtures else None
 
     @property
@@ -109,8 +112,8 @@ class PagedModel:
     def forward(
         self, spans: list[Span], logits_per_span: list[int], *, with_hidden: bool = True
     ) -> PassOutput:
-        """Feed `spans`. Returns logits [M, V] of the rows that `core.batch.make_batch` chooses, and
-        hidden states of all rows."""
+        """Run a pass over `spans`. Returns logits [M, V] of the tokens that `core.batch.make_batch`
+        chooses, and hidden states of all tokens."""
         found = make_batch(spans, logits_per_span, self.cache.block_size, self.device)
         return self._run(found, with_hidden=with_hidden)
 
@@ -122,11 +125,11 @@ class PagedModel:
         num_logits: int = 0,
         draws: SamplingParams | None = None,
     ) -> Results:
-        """Feed `spans`; the results are valid until the next call.
+        """Run a pass over `spans`. The results are valid until the next call.
 
-        num_logits: the number of spans, counted from the first, whose last rows get logits [M, V].
-        draws: whether a captured pass draws the M tokens itself and returns no logits. After other
-        passes the caller draws.
+        num_logits: M, the number of spans, counted from the first, whose last tokens get logits
+        [M, V]. draws: if given, a captured pass draws the M tokens itself and returns them instead
+        of logits. After other passes the caller draws.
         """
         if self._prompts is None or not self._prompts.fits(spans):
             rows = [1] * num_logits + [0] * (len(spans) - num_logits)
@@ -137,8 +140,8 @@ class PagedModel:
     def prompt_pass(
         self, batch: ForwardBatch, layers: tuple[int, ...], given: torch.Tensor | None = None
     ) -> Results:
-        """The body of `prefill`: the hidden states of `layers`, and logits if the batch has rows
-        for them."""
+        """Run the pass of `prefill`. Returns the hidden states of `layers`, and logits if the batch
+        asks for any."""
         assert given is None
         logits, hidden = self._run(batch, with_hidden=bool(layers))
         return Results(logits if len(logits) else None, hidden)
@@ -147,10 +150,11 @@ class PagedModel:
     def forward_slots(
         self, what: Rectangle, state: BatchState, *, with_hidden: bool = True
     ) -> PassOutput:
-        """Feed the tokens of every slot that `what` describes. Keys and values of padding go to
-        block 0.
+        """Run a padded pass over the tokens of every slot that `what` describes. Keys and values of
+        padding go to block 0.
 
-        Returns logits [B, N, V], N = `Rectangle.num_logits`, and hidden states [B, Q, F].
+        Returns logits [B, N, V], where N is `Rectangle.num_logits`, and hidden states
+        [B, Q, L * H].
         """
         batch, width = what.token_ids.shape
         if self.device.type == "cpu" and self.compiled is None:
@@ -164,7 +168,7 @@ class PagedModel:
         )
 
     def _run_live(self, what: Rectangle, state: BatchState, with_hidden: bool) -> PassOutput:
-        """Feed only the live tokens; padding gets zeros."""
+        """Run a pass over only the live tokens of `what`. The results of padding are zeros."""
         found, live = live_batch(what, state, self.cache.block_size, self.vocab_size)
         batch, width = what.token_ids.shape
         num_rows = batch * what.num_logits
@@ -190,7 +194,8 @@ class PagedModel:
         compiled: CompiledForward | None = None,
         with_hidden: bool = True,
     ) -> PassOutput:
-        """Logits [M, V] of the rows that `batch` names, and hidden states of all rows."""
+        """Run a pass. Returns logits [M, V] of the rows that `batch` names, and hidden states of
+        all rows."""
         token_ids = batch.token_ids
         if self.foreign_ids:
             token_ids = token_ids.clamp(max=self.vocab_size - 1)

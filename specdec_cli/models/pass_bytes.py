@@ -1,5 +1,5 @@
-"""The peak memory of a transformers model's pass, from shapes. For fused layers the peak is
-computed; for other layers, a pass on the meta device measures it."""
+"""Find the peak memory of a pass through a transformers model, from shapes alone. For fused layers
+the peak is computed; for other layers, a pass on the meta device measures it."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -26,8 +26,8 @@ from specdec_cli.models.rotary_tables import num_turns
 
 
 class PassShapes(NamedTuple):
-    """The part of a module on meta that one of `ranks` ranks holds. shape: the shape of a layer's
-    cache. num_features: the number of layers whose hidden states passes return."""
+    """A module on meta, with only the part that each of `ranks` ranks holds. shape: the cache shape
+    of a layer. num_features: the number of layers whose hidden states passes return."""
 
     module: Any
     shape: LayerShape
@@ -36,7 +36,7 @@ class PassShapes(NamedTuple):
     num_features: int
 
     def hidden_bytes(self, tokens: int) -> int:
-        """Bytes of the hidden states [T, L * H] that a pass keeps and returns."""
+        """Return the bytes of the hidden states [T, L * H] that a pass keeps and returns."""
         numbers = tokens * self.num_features * int(self.module.config.hidden_size)
         return numbers * self.dtype.itemsize
 
@@ -44,17 +44,18 @@ class PassShapes(NamedTuple):
 def peak_bytes(
     model: PassShapes, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool
 ) -> int:
-    """Bytes of the tensors that are alive at once at a pass's peak; see `models.draft.Draft`."""
+    """Return the bytes of the tensors that are alive at the peak of a pass; see
+    `models.draft.Draft.pass_bytes`."""
     itemsize = model.dtype.itemsize
-    # With several ranks the parts of the logits are gathered, and then joined.
+    # With several ranks, the parts of the logits are gathered and then joined, which takes copies.
     logits = logit_rows * int(model.module.config.vocab_size) * (1 if model.ranks == 1 else 3)
     if is_compiled or not is_fusable(model.module):
         inside = max(_live_bytes(model, tokens), logits * itemsize)
         return model.hidden_bytes(tokens) + inside
     layer, plain = _fused_layer(model, tokens), _plain_numbers(model, tokens)
     if gathers:
-        # The allocator does not reuse attention's blocks for the MLP, so both are added, and so are
-        # logits.
+        # The allocator does not reuse attention's blocks for the MLP or the logits, so add up all
+        # of them.
         numbers = tokens * (layer.common + layer.gathered + layer.mlp) + plain + logits
     else:
         inside = max(layer.attention, layer.mlp)
@@ -63,8 +64,8 @@ def peak_bytes(
 
 
 def _plain_numbers(model: PassShapes, tokens: int) -> int:
-    """The largest number of stored values that one matmul, or one layer's experts, expands at
-    once."""
+    """Return the largest number of quantised values that one matmul, or one layer's experts,
+    dequantises at once."""
     config, family, found = model.module.config, fusable_family(model.module), 0
     for layer in model.module.model.layers:
         if tokens > STORED_ROWS:
@@ -81,8 +82,8 @@ def _stored_numbers(parameters: Iterable[Any]) -> int:
 
 
 class _LayerNumbers(NamedTuple):
-    """The numbers of values per token that a fused layer holds. common: all the time. attention: in
-    attention. gathered: in the attention of prefill. mlp: in the MLP."""
+    """The number of values per token that a fused layer holds. common: all the time. attention:
+    during attention. gathered: during attention in prefill. mlp: during the MLP."""
 
     common: int
     attention: int
@@ -104,14 +105,16 @@ def _fused_layer(model: PassShapes, tokens: int) -> _LayerNumbers:
     return _LayerNumbers(
         common=2 * num_turns(model.module) * shape.key_dim + hidden,
         attention=max(hidden + qkv + max(2 * mixed, normed), mixed + streams),
-        # qkv and its rotated form; then queries, keys, values and two results, as wide as queries.
+        # qkv and its rotated copy, then five tensors as wide as the queries: queries, keys, values
+        # and two results.
         gathered=hidden + 2 * qkv + max(5 * mixed, normed),
         mlp=_mlp_numbers(model, tokens, streams, family),
     )
 
 
 def _mlp_numbers(model: PassShapes, tokens: int, streams: int, family: Family) -> int:
-    """The number of values per token that the MLP or the experts of a fused layer hold at once."""
+    """Return the number of values per token that the MLP or the experts of a fused layer hold at
+    once."""
     config, layers = model.module.config, model.module.model.layers
     hidden = int(config.hidden_size)
     found = 0
@@ -119,12 +122,12 @@ def _mlp_numbers(model: PassShapes, tokens: int, streams: int, family: Family) -
         inner = int(mlp.gate_proj.out_features)
         found = max(found, hidden + 3 * inner, inner + streams)
     if model.ranks > 1:
-        streams += 2 * hidden  # with a norm, a rank's partial sum of the experts exists too
+        streams += 2 * hidden  # a rank's partial sum over its experts, and a norm of it, exist too
     for layer in filter(has_experts, layers):
         count, chosen, inner = ExpertSizes.of(layer, config, family)
-        # Rows of every choice: inputs, both gate and up, the gated product, and results; fp32
-        # counts as two numbers. The clamped activation runs in torch, and each of its steps has a
-        # result.
+        # For each expert that a token chooses: the input, both gate and up, the gated product, and
+        # the result. An fp32 value counts as two. The clamped activation runs in torch, where each
+        # of its steps has a result of its own.
         steps = 10 if family.clamps_experts else 3
         sorted_rows = chosen * (hidden + steps * inner + hidden) + 4 * count
         few_rows = min(count, chosen * tokens) * inner + 2 * PARTIAL_SUMS * hidden
@@ -143,7 +146,8 @@ def _mlp_numbers(model: PassShapes, tokens: int, streams: int, family: Family) -
 
 @torch.inference_mode()
 def _live_bytes(model: PassShapes, tokens: int) -> int:
-    """Bytes at the peak of a pass through transformers' own layers, run on the meta device."""
+    """Measure the bytes at the peak of a pass through transformers' own layers, on the meta device.
+    If an operator does not run there, return an estimate from the widest weight."""
     module: Any = model.module
     attach(module, Recorder())
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
@@ -153,6 +157,6 @@ def _live_bytes(model: PassShapes, tokens: int) -> int:
             module(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=none)
     except (RuntimeError, TypeError):  # an operator that the meta device lacks
         widest = max(int(weight.shape[-2]) for weight in module.parameters() if weight.dim() >= 2)
-        narrow = min(widest, 16 * int(module.config.hidden_size))  # logits are not in it
+        narrow = min(widest, 16 * int(module.config.hidden_size))  # without logits
         return int(tokens * 8 * narrow * model.dtype.itemsize)
     return int(live.peak)

@@ -1,9 +1,10 @@
-"""Passes over prompts, padded to one of a few widths, which CUDA captures as graphs.
+"""Prefill passes, padded to one of a few widths, which CUDA captures as graphs.
 
-The device runs a short pass faster than the host can queue its kernels. The first pass of a width
-runs eagerly. Then the width is captured, and later passes are replayed. A pass reads inputs and
-leaves results at fixed addresses, so graphs of several models can share memory. Legend: W a pass's
-width, B most sequences.
+The device runs a short pass faster than the host can queue its kernels. So the first pass of each
+width runs eagerly and is then captured, and later passes replay the graph. A pass reads its inputs
+from fixed addresses and leaves its results at fixed addresses, so graphs of several models can
+share memory. Legend: W width of a pass (its padded number of tokens), B maximum number of
+sequences.
 """
 
 import gc
@@ -26,27 +27,29 @@ WIDTHS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 
 
 def width_of(num_tokens: int) -> int | None:
-    """The padded width of passes over `num_tokens` tokens; None for passes that are not padded."""
+    """Return the width to which a pass over `num_tokens` tokens is padded, or None if it is too
+    long to be padded."""
     place = bisect_left(WIDTHS, num_tokens)
     return WIDTHS[place] if place < len(WIDTHS) else None
 
 
 # The number of multiplications that a GPU does while the host queues one layer's kernels. Hosts
-# take 0.4 to 0.9 ms, and an H200 does 350 multiplications a picosecond.
+# take 0.4 to 0.9 ms, and an H200 does 350 multiplications per picosecond.
 _WHILE_QUEUED = 2.5e11
 
 
 def width_busy_with(numbers: float) -> int:
-    """The largest width at which a graph saves time, for layers with this many weights. Wider
-    passes keep the GPU busy anyway, and padding would only cost time."""
+    """Return the largest width at which a graph saves time. numbers: the number of weights per
+    layer. Wider passes keep the GPU busy anyway, so padding would only cost time."""
     return max((w for w in WIDTHS if w * numbers <= _WHILE_QUEUED), default=WIDTHS[0])
 
 
 class Results(NamedTuple):
-    """The results of a pass. logits: [M, V] of the last tokens of the first sequences. hidden: [T,
-    F]. tokens: int64 [M], drawn from the logits, then left out. told: int64 [B], the tokens on the
-    host, with further values after them; valid from the end of the pass to the end of the second
-    pass after it. Unwanted results are None. A body's results include rows of padding."""
+    """The results of a pass; those that are not requested are None. logits: [M, V], for the last
+    tokens of the first M sequences. hidden: [T, F]. tokens: int64 [M], drawn from the logits, which
+    are then not returned. told: int64 [B], the tokens on the host, followed by values without
+    meaning; valid from the end of the pass to the end of the second pass after it. The results of a
+    `Body` include rows of padding."""
 
     logits: Tensor | None = None
     hidden: Tensor | None = None
@@ -54,17 +57,18 @@ class Results(NamedTuple):
     told: Tokens | None = None
 
 
-# A pass over a batch. `kind` names the wanted results. `given`: [W, ...], rows of further input, or
-# None. The pass reads nothing on the host.
+# Runs a pass over a batch. The second argument, `kind`, names the requested results. The third,
+# `given`, is further input of each token, [W, ...], or None. The host must not read any tensor
+# during the pass.
 Body = Callable[[ForwardBatch, Any, Tensor | None], Results]
 
 
 class PromptGraphs:
-    """The passes over prompts of an engine's models, and the memory that their graphs share.
+    """The prefill passes of an engine's models, and the memory that their graphs share.
 
-    num_tokens: the maximum tokens of a padded pass; longer passes are not padded; 0 for no padding
-    at all. num_columns: columns of the block tables. is_captured: whether padded passes are
-    captured; tests run them without graphs.
+    num_tokens: the maximum number of tokens in a padded pass; longer passes are not padded.
+    num_columns: the number of columns of the block tables. is_captured: whether padded passes are
+    captured; tests also run them without graphs.
     """
 
     def __init__(
@@ -85,28 +89,29 @@ class PromptGraphs:
         self._stream: torch.cuda.Stream | None = None
 
     def of(self, body: Body, block_size: int, most: int = WIDTHS[-1]) -> "PromptPasses":
-        """The passes of one model, over a cache with blocks of this size. most: the maximum tokens
-        of a pass."""
+        """Make the passes of one model, over a cache with blocks of this size. most: the maximum
+        number of tokens in a padded pass."""
         sizes = min(most, self.num_tokens), self.num_sequences, self.num_columns
         self._passes.append(PromptPasses(self, body, PackedInputs(*sizes, block_size, self.device)))
         return self._passes[-1]
 
     @property
     def largest(self) -> list[int]:
-        """The tokens of the largest captured pass of each model, in ascending order."""
+        """The number of tokens in the largest captured pass of each model, in ascending order."""
         return sorted({passes.inputs.num_tokens for passes in self._passes})
 
     def capture(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
-        """Capture `run` as a graph. It has run before, which compiled its kernels."""
+        """Capture `run` as a graph, or return None if nothing is to be captured. `run` must have
+        run once before, so that its kernels are compiled."""
         if not self._is_captured or is_ahead():  # without launches a graph would be empty
             return None
-        if self._stream is None:  # one for all: each stream has its own workspace
+        if self._stream is None:  # one stream for all graphs, since each has a workspace
             self._stream = torch.cuda.Stream(self.device)
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
-        # In contrast to `torch.cuda.graph`, this collects no garbage, which would take longer than
-        # the capture, and returns no memory, which the next pass needs again.
+        # Unlike `torch.cuda.graph`, this does not collect garbage, which would take longer than the
+        # capture, and does not free memory, which the next pass needs again.
         with torch.cuda.stream(self._stream), _garbage_stays():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -124,8 +129,8 @@ class PromptGraphs:
 
 @contextmanager
 def _garbage_stays() -> Iterator[None]:
-    """Collect no garbage during the block, because freeing another graph, for example, could abort
-    a capture."""
+    """Turn garbage collection off during the block, because freeing another graph, for example,
+    could abort a capture."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -137,13 +142,13 @@ def _garbage_stays() -> Iterator[None]:
 
 @runtime_checkable
 class Captures(Protocol):
-    """A model whose passes over prompts can be captured."""
+    """A model whose prefill passes can be captured."""
 
     def capture_prompts(self, graphs: PromptGraphs) -> None: ...
 
 
 class PromptPasses:
-    """The passes over prompts of one model; `PromptGraphs.of` makes them."""
+    """The prefill passes of one model. `PromptGraphs.of` makes them."""
 
     def __init__(self, graphs: PromptGraphs, body: Body, inputs: PackedInputs) -> None:
         self.inputs = inputs
@@ -152,14 +157,15 @@ class PromptPasses:
         self._given: Tensor | None = None
         self._kept: dict[tuple[object, ...], Tensor] = {}
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Results]] = {}
-        # A pass has as many rows of logits as some round, whose kernels are already compiled.
+        # Pad the number of rows with logits to that of some round, because its kernels are then
+        # already compiled.
         counts = (0, *slot_counts(inputs.num_sequences))
         self._num_rows = [
             next(n for n in counts if n >= count) for count in range(inputs.num_sequences + 1)
         ]
 
     def fits(self, spans: list[Span]) -> bool:
-        """True if a pass over `spans` is short enough."""
+        """True if `spans` are few and short enough for a padded pass."""
         count = sum(stop - start for _, start, stop in spans)
         most = min(self._graphs.num_tokens, self.inputs.num_tokens)
         return count <= most and len(spans) <= self.inputs.num_sequences
@@ -174,10 +180,10 @@ class PromptPasses:
         num_logits: int = 0,
         draws: SamplingParams | None = None,
     ) -> Results:
-        """A pass over `spans`. Its results are valid until the next one.
+        """Run a pass over `spans`. Its results are valid until the next pass.
 
-        kind: an argument of the body. given: [T, ...], further input of each token. shift: as in
-        `PackedInputs.fill`. num_logits, draws: as in `PagedModel.prefill`.
+        kind: passed to the body, see `Body`. given: [T, ...], further input of each token. shift:
+        as in `PackedInputs.fill`. num_logits, draws: as in `PagedModel.prefill`.
         """
         count = sum(stop - start for _, start, stop in spans)
         width = width_of(count)
@@ -225,20 +231,20 @@ class PromptPasses:
             return Results(logits, hidden, tokens)
 
         results = run()
-        if not is_ahead():  # only compiling kernels does not count as a pass
+        if not is_ahead():  # a run that only compiles kernels is no pass
             self.inputs.passed()
         if (captured := self._graphs.capture(run)) is not None:
             self._captured[key] = captured, results
         return results
 
     def _drawn(self, logits: Tensor, params: SamplingParams) -> Tensor:
-        """The next tokens of the first sequences, whose prompts end in this pass."""
+        """Draw the next tokens of the first sequences, whose prompts end in this pass."""
         inputs, count = self.inputs, len(logits)
         lengths = inputs.context_lens[:count].long()
         return next_tokens(logits, params, inputs.seed, inputs.index[:count], lengths)
 
     def _keep(self, name: str, result: Tensor | None) -> Tensor | None:
-        """A copy of `result` in memory that passes of graphs use for nothing else."""
+        """Copy `result` to memory that graphs use for nothing else, and return the copy."""
         if result is None:
             return None
         rows, *features = result.shape

@@ -1,9 +1,9 @@
-"""Reads the matrices of quantised checkpoints, in one layout per number type.
+"""Read the matrices of quantised checkpoints, and bring each number type into one layout.
 
-Only this module handles the code order of each format. Codes of float8, int8 and mxfp4 go along a
-row. Words of GPTQ go along a column (https://github.com/AutoGPTQ/AutoGPTQ). Words of AWQ go across
-columns in a special order (https://github.com/casper-hansen/AutoAWQ). Words of compressed-tensors
-go along a row.
+Only this module knows the order of codes in each format. float8, int8 and mxfp4 store codes along a
+row. GPTQ packs codes along a column into words (https://github.com/AutoGPTQ/AutoGPTQ). AWQ packs
+codes of neighbouring columns into words, in a special order
+(https://github.com/casper-hansen/AutoAWQ). compressed-tensors packs codes along a row.
 """
 
 from collections.abc import Collection, Iterable
@@ -29,11 +29,11 @@ from specdec_cli.models.formats import (
 from specdec_cli.models.weights import Fields, Part, Read, same
 from specdec_cli.text import one_line
 
-# The ending of a scale's name, and the ending of its matrix's name in place of it.
+# Endings of scales' names, and the ending that replaces each in the name of the scale's matrix.
 _SCALES = {".weight_scale_inv": ".weight", ".scale": ".weight", ".qscale_weight": ".weight"}
 _SCALES |= {".weight_scale": ".weight"}
-_SCALES |= {"_scale_inv": ""}  # names of experts that the file stacks
-# The ending of each tensor's name, by a word for the tensor's role in its matrix.
+_SCALES |= {"_scale_inv": ""}  # for experts that the file stacks
+# The ending of each tensor's name, by the tensor's role in its matrix.
 _COMPRESSED = {"codes": ".weight_packed", "scales": ".weight_scale", "zeros": ".weight_zero_point"}
 _COMPRESSED |= {"shape": ".weight_shape", "order": ".weight_g_idx"}
 _PARTS = {
@@ -43,17 +43,18 @@ _PARTS = {
     AWQ: {"codes": ".qweight", "scales": ".scales", "zeros": ".qzeros"},
     BLOCKS: {"codes": "_blocks", "scales": "_scales"},
 }
-# Scales of activations, which stay in the run's dtype, and of caches, which `kv_scales` reads.
+# Scales that are not used here: those of activations, which stay in the run's dtype, and those of
+# caches, which `kv_scales` reads.
 _OF_ACTIVATIONS = (".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale")
 _OF_CACHES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".output_scale")
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of eight columns in a word
-_NO_POWER = 255  # NaN as an exponent of scales
+_NO_POWER = 255  # this exponent of a scale means NaN
 
-Names = dict[str, str]  # the file's names of one matrix's tensors, by words of `_PARTS`
+Names = dict[str, str]  # the file's names of one matrix's tensors, by their roles in `_PARTS`
 
 
 def scaled(names: Iterable[str]) -> dict[str, str]:
-    """The name of each scale in a checkpoint, with the name of its matrix."""
+    """Return the name of each scale in a checkpoint, with the name of its matrix."""
     held, found = set(names), dict[str, str]()
     for name in held:
         ending = next((e for e in _SCALES if name.endswith(e)), None)
@@ -65,8 +66,9 @@ def scaled(names: Iterable[str]) -> dict[str, str]:
 def _matrices(
     names: Collection[str], scheme: Scheme, model: str
 ) -> dict[str, tuple[Matrices, Names]]:
-    """The stored matrices of a file, as the config describes them, by the names of their plain
-    forms."""
+    """Return the quantised matrices of a file, by their names after dequantisation: the group of
+    the config to which each belongs, and the names of its tensors. Raises `SetupError` if the file
+    and the config contradict each other."""
     found: dict[str, tuple[Matrices, Names]] = {}
     held = {matrix: (PLAIN, scales) for scales, matrix in scaled(names).items()}
     endings = {parts["codes"]: form for form, parts in _PARTS.items()}
@@ -102,7 +104,7 @@ def _matrices(
 def _check_rest(
     names: Collection[str], found: dict[str, tuple[Matrices, Names]], model: str
 ) -> None:
-    """Raise `SetupError` for an unknown tensor of a stored matrix."""
+    """Raise `SetupError` if a quantised matrix has an unknown tensor."""
     used = {part for _, own in found.values() for part in own.values()}
     paths = {matrix.rpartition(".")[0] for matrix in found if matrix.endswith(".weight")}
     rest = [n for n in names if n not in used and not n.endswith(".bias")]
@@ -117,8 +119,10 @@ def _check_rest(
 
 
 def fields_of(tensors: dict[str, Read], scheme: Scheme, model: str) -> Fields:
-    """Readers of codes, scales and zeros in their kind's layout, by the matrices' plain names, and
-    of plain tensors. They raise a `SetupError` that names the tensor if it does not fit."""
+    """Return readers of the codes, scales and zero points of quantised matrices, in the layout of
+    their number type, and readers of plain tensors. All are under the names that the matrices have
+    after dequantisation. The readers raise a `SetupError` that names the tensor if it does not
+    fit."""
     found = _matrices(tensors.keys(), scheme, model)
     used = {part for _, own in found.values() for part in own.values()}
     fields = Fields({n: read for n, read in tensors.items() if n not in used}, {}, {}, {})
@@ -162,7 +166,7 @@ def _codes(own: Parts, group: Matrices, told: str, part: Part | None = None) -> 
             _check_order(own, group, numbers.shape[1], told)
         case "awq":
             numbers = _ordered(_numbers(found, bits, told)).T
-        case _:  # neighbours share one byte
+        case _:  # two neighbouring codes share one byte
             if found.dtype != torch.uint8 or found.dim() < 2:
                 raise _damaged(f"{told} has codes that are {_said(found)}, not uint8")
             found = found.flatten(-2) if group.form == BLOCKS else found
@@ -215,15 +219,16 @@ def _zeros(own: Parts, group: Matrices, told: str, part: Part | None = None) -> 
         zeros = _ordered(_numbers(found, bits, told)).T
     else:
         zeros = _numbers(found, bits, told).T
-        # A GPTQ packer stores each zero less one, so a zero of 0 is stored as all ones.
+        # GPTQ's packers store each zero point minus one, so a zero point of 0 is stored as all
+        # ones.
         zeros = zeros + group.zeros_less_one & (1 << bits) - 1
     zeros = _of_columns(zeros, own, group, told)
     return same(zeros if bits == 4 else _signed(zeros), part)
 
 
 def _check_no_zeros(found: torch.Tensor, group: Matrices, bits: int, told: str) -> None:
-    """Raise `SetupError` if a file has zeros that differ from the middle of the codes' range,
-    although the config says that there are none."""
+    """Raise `SetupError` if a file has zero points other than the middle of the codes' range,
+    although the config says that it has none."""
     if group.form == PLAIN:
         has_zeros = bool(found.any())
     else:
@@ -235,7 +240,8 @@ def _check_no_zeros(found: torch.Tensor, group: Matrices, bits: int, told: str) 
 
 
 def _numbers(words: torch.Tensor, bits: int, told: str) -> torch.Tensor:
-    """Numbers uint8 [R, W * 32 / bits] of int32 [R, W]; the first is in a word's lowest bits."""
+    """Unpack int32 words [R, W] into uint8 [R, W * 32 / bits]. The first value of a word is in its
+    lowest bits."""
     if words.dtype != torch.int32 or words.dim() != 2:
         raise _damaged(f"{told} holds {_said(words)}, not int32 of two dimensions")
     rows, columns = words.shape
@@ -244,7 +250,7 @@ def _numbers(words: torch.Tensor, bits: int, told: str) -> torch.Tensor:
 
 
 def _ordered(numbers: torch.Tensor) -> torch.Tensor:
-    """Numbers from words in AWQ's order, with the columns in their natural order."""
+    """Put columns that were unpacked from AWQ's words into their natural order."""
     rows, columns = numbers.shape
     return numbers.view(rows, columns // 8, 8)[..., _AWQ_PLACES].flatten(-2)
 
@@ -255,7 +261,7 @@ def _signed(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _shape(found: torch.Tensor, numbers: torch.Tensor, told: str) -> tuple[int, int]:
-    """The shape stated in the file. The words may hold a few more columns."""
+    """Return the shape that the file states. The packed words may hold a few more columns."""
     is_whole = found.shape == (2,) and found.dtype in (torch.int32, torch.int64)
     rows, columns = found.tolist() if is_whole else (0, 0)
     if rows != len(numbers) or not 0 <= numbers.shape[1] - columns < 8:
@@ -267,7 +273,8 @@ def _shape(found: torch.Tensor, numbers: torch.Tensor, told: str) -> tuple[int, 
 
 
 def _check_order(own: Parts, group: Matrices, columns: int, told: str) -> None:
-    """Raise `SetupError` for columns in groups whose order the config does not state."""
+    """Raise `SetupError` if the file permutes the columns of groups, but the config does not say
+    so."""
     wide = group.storage.group[1]
     if "order" not in own or group.ordered:
         return
@@ -280,7 +287,7 @@ def _check_order(own: Parts, group: Matrices, columns: int, told: str) -> None:
 
 
 def _of_columns(found: torch.Tensor, own: Parts, group: Matrices, told: str) -> torch.Tensor:
-    """One value for each group; one for each column if columns have their own order."""
+    """Return one scale or zero point per group, or one per column if the file permutes columns."""
     if not group.ordered:
         return found
     if "order" not in own:
@@ -292,14 +299,15 @@ def _of_columns(found: torch.Tensor, own: Parts, group: Matrices, told: str) -> 
 
 
 def read_stored(name: str, fields: Fields, model: str) -> Stored:
-    """A matrix in stored form. Raises a `SetupError` with its name for scales that do not fit."""
+    """Read a matrix in quantised form. Raises a `SetupError` that names it if its scales do not
+    fit."""
     codes, told, storage = fields.codes[name](), f"{name} of {model}", fields.storages[name]
     if name not in fields.scales:
         raise _damaged(f"{told} is quantised, and {no_scales(name, fields.codes)}")
     kind = KINDS[storage.kind].codes
     if codes.dim() < 2 or codes.dtype != kind:
-        theirs = f"scales as a matrix of {str(kind).removeprefix('torch.')} has"
-        raise _damaged(f"{told} is {_said(codes)}, and has {theirs}")
+        theirs = f"the scales of a matrix of {str(kind).removeprefix('torch.')}"
+        raise _damaged(f"{told} is {_said(codes)}, but has {theirs}")
     if codes.dtype == torch.float8_e4m3fn and _has_nan(codes):
         raise _damaged(f"{told} has codes that are not numbers (NaN)")
     scales = fields.scales[name]()
@@ -332,7 +340,8 @@ def _has_nan(codes: torch.Tensor) -> bool:
 
 
 def no_scales(name: str, names: Iterable[str]) -> str:
-    """The reason why a matrix has no scales: the file has none, or has them under another name."""
+    """Return the reason why a matrix has no scales, for messages: the file has none, or has them
+    under another name."""
     stem = name.rpartition(".")[0]
     others = sorted(n for n in names if "scale" in n and stem.endswith(n.rpartition(".")[0]))
     if others:
@@ -341,8 +350,8 @@ def no_scales(name: str, names: Iterable[str]) -> str:
 
 
 def plain_names(names: Collection[str], settings: Settings, model: str) -> list[str]:
-    """The names of a quantised checkpoint's tensors after its matrices are made plain. Raises as
-    `fields_of`."""
+    """Return the names of a quantised checkpoint's tensors after dequantisation. Raises as
+    `fields_of` does."""
     found = _matrices(names, scheme_of(settings, model), model)
     used = {part for _, own in found.values() for part in own.values()}
     return [*(name for name in names if name not in used), *found]
@@ -351,7 +360,7 @@ def plain_names(names: Collection[str], settings: Settings, model: str) -> list[
 def dequantised(
     tensors: dict[str, Read], settings: Settings, dtype: torch.dtype, model: str
 ) -> dict[str, Read]:
-    """Readers of a quantised checkpoint's tensors as plain ones in `dtype`. This function and the
+    """Return readers that dequantise a checkpoint's tensors to `dtype`. This function and the
     readers raise as `scheme_of` and `fields_of` do."""
     scheme = scheme_of(settings, model)
     # gpt-oss multiplies by experts [experts, in, out], and its files have [experts, out, in].
@@ -364,8 +373,8 @@ def dequantised(
 def plain_reader(
     name: str, fields: Fields, dtype: torch.dtype, model: str, is_turned: bool
 ) -> Read:
-    """A reader of a stored weight's numbers. is_turned: whether its last two dimensions are
-    exchanged."""
+    """Return a reader that dequantises a weight. is_turned: whether to exchange its last two
+    dimensions."""
 
     def read(part: Part | None = None) -> torch.Tensor:
         numbers = _plain(read_stored(name, fields, model), dtype)
@@ -375,8 +384,8 @@ def plain_reader(
 
 
 def _plain(stored: Stored, dtype: torch.dtype) -> torch.Tensor:
-    """The weight's numbers. Experts are read one at a time, since all of them in float32 can take
-    20 GB."""
+    """Dequantise a weight. Experts are dequantised one at a time, because all of them in float32
+    can take 20 GB."""
     if stored.codes.dim() < 3:
         return stored.plain(dtype)
     numbers = torch.empty(stored.shape, dtype=dtype)

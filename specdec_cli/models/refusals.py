@@ -15,7 +15,7 @@ ANOTHER_DRAFT = (
 
 
 class Unsupported(SetupError):
-    """The model cannot run in this engine; the message gives the reason."""
+    """Raised for a model that cannot run in this engine. The message gives the reason."""
 
     is_common = True
 
@@ -24,7 +24,8 @@ class Unsupported(SetupError):
 
 
 class Indivisible(Unsupported):
-    """A part of the model, such as its heads, cannot be split over the recipe's number of ranks."""
+    """Raised if a part of the model, such as its heads, cannot be split over the recipe's number of
+    ranks."""
 
     code = ExitCode.USAGE
 

@@ -1,4 +1,4 @@
-"""The folder or GGUF file for a model's name in a recipe, which is a path, `demo:NAME`,
+"""Find the folder or GGUF file of a model from its name in a recipe, which is a path, `demo:NAME`,
 `package:NAME` or a hub id. Reads no weights."""
 
 import json
@@ -45,10 +45,12 @@ def model_place(
     weights: bool = True,
     allow_pickle: bool = False,
 ) -> Path:
-    """The folder of a model's config and, with `weights`, its weights; or its GGUF file.
+    """Return the folder of a model's config and, with `weights`, its weights; or the model's GGUF
+    file.
 
-    A hub id is taken from the local cache, or downloaded. Raises `SetupError` if there is no such
-    model, or if there are several.
+    A model on the hub is taken from the local cache, or downloaded. file: the name of one of
+    several GGUF files. allow_pickle: whether to download pickled weights if there are no others.
+    Raises `SetupError` if there is no such model, or if there are several.
     """
     if (local := local_place(name, file)) is not None:
         return local
@@ -68,15 +70,16 @@ def model_place(
 
 
 def place_of(spec: ModelSpec) -> Path:
-    """The `model_place` of a model with the files that a run loads."""
+    """Return the folder or GGUF file of a model, with all files that a run loads; see
+    `model_place`."""
     is_dummy = spec.load_format == "dummy"
     where = spec.name, spec.revision, spec.file
     return model_place(*where, weights=not is_dummy, allow_pickle=spec.allow_pickle)
 
 
 def local_place(name: str, file: str | None = None) -> Path | None:
-    """The place of a model on this machine, or None for a hub id. Raises `SetupError` for a path to
-    no model or to several."""
+    """Return the folder or GGUF file of a model on this machine, or None if the name is a hub id.
+    Raises `SetupError` if a path or package holds no model, or several."""
     if name.startswith(PREFIX):
         return package_model(name, file)
     if name.startswith(demo.PREFIX):
@@ -111,10 +114,11 @@ def local_place(name: str, file: str | None = None) -> Path | None:
 
 
 def package_model(name: str, file: str | None) -> Path:
-    """The place of a package's one model: a .gguf file, or a folder with config.json and weights.
+    """Return the only model that an installed package ships: a .gguf file, or a folder with
+    config.json and weights.
 
-    The package's files are listed; it is never imported. file: the one of several .gguf files.
-    Raises `SetupError` for a package without one model.
+    The package's files are listed, but it is never imported. file: the name of one of several .gguf
+    files. Raises `SetupError` if the package is not installed, or does not ship exactly one model.
     """
     package = name.removeprefix(PREFIX)
     if not _PACKAGE_NAME.fullmatch(package):
@@ -151,7 +155,7 @@ def package_model(name: str, file: str | None) -> Path:
 
 
 def _files_of(package: str) -> list[Path] | None:
-    """The files that a package installed; None if it is not installed."""
+    """Return the files that a package installed, or None if it is not installed."""
     listed: list[Path] | None = None
     with suppress(PackageNotFoundError):
         found = Distribution.from_name(package)
@@ -172,7 +176,7 @@ def _bundled() -> str:
 
 
 def _guess(name: str) -> str:
-    """`did you mean A or B? ` with bundled names, or "" if no name is similar."""
+    """Return `did you mean A or B? ` with bundled names, or an empty text if no name is similar."""
     known = {model: demo.PREFIX + model for model in demo.models()}
     known |= {one: one for one in METHODS if without_draft(one)}
     near = get_close_matches(name.removeprefix(demo.PREFIX).lower(), known, n=2, cutoff=0.7)
@@ -180,7 +184,8 @@ def _guess(name: str) -> str:
 
 
 def _base_of(adapter: Path) -> str:
-    """The name of the model that an adapter was trained on, or words for it."""
+    """Return the name of the model that an adapter was trained on, or a description if it is
+    unknown."""
     with suppress(OSError, ValueError, RecursionError):
         found = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
         base = found.get("base_model_name_or_path") if isinstance(found, dict) else None
@@ -190,7 +195,7 @@ def _base_of(adapter: Path) -> str:
 
 
 def _in_folder(name: str, folder: Path, file: str | None) -> Path:
-    """The model in a folder: the folder itself, or a GGUF file in it."""
+    """Return the model in a folder: the folder itself, or a GGUF file in it."""
     if file is not None:
         there = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.gguf")}
         found = chosen(name, there, file)
@@ -223,7 +228,8 @@ def _in_folder(name: str, folder: Path, file: str | None) -> Path:
 
 
 def _names_on_hub(name: str, revision: str | None, folder: Path) -> list[str]:
-    """The names of a repository's files, or of its cached files if the hub cannot be reached."""
+    """Return the names of a repository's files, or of its cached GGUF files if the hub cannot be
+    reached."""
     from huggingface_hub import HfApi
 
     try:
@@ -233,7 +239,7 @@ def _names_on_hub(name: str, revision: str | None, folder: Path) -> list[str]:
 
 
 def _gguf_from_hub(name: str, revision: str | None, file: str) -> Path:
-    """A GGUF file of a repository, with the others of a split model."""
+    """Return a GGUF file of a repository. All files of a split model are downloaded."""
     place = Path(file)
     wanted = [place.with_name(part).as_posix() for part in parts_named(place.name)]
     folder = _from_hub(name, revision, wanted, ())

@@ -1,8 +1,8 @@
 """Rotary embeddings of fused passes: tables of cosines and sines by position.
 
 Some families rotate only the first features of a head, but kernels rotate the pairs (i, i + D / 2)
-of all D. So the features of queries and keys are reordered: each pair consists of a pair of the
-family's, or of features that do not rotate and get an angle of zero.
+of all D. So the features of queries and keys are reordered. Each pair of the kernels is then a pair
+that the family rotates, or two features that it does not rotate, with an angle of zero.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ _CHUNK = 1 << 16  # positions
 
 
 def turns_of(module: Any, max_len: int) -> tuple[Tensor, Tensor, list[int]]:
-    """The cosines and sines [max_len, R * D] of a loaded model, with R embeddings side by side, and
-    the index of each layer's embedding."""
+    """Return the cosines and the sines of a loaded model, each [max_len, R * D] with its R
+    different embeddings side by side, and the index of each layer's embedding."""
     rotary = module.model.rotary_emb
     kinds = _kinds(module)
     distinct = sorted(set(kinds), key=str)
@@ -33,18 +33,19 @@ def turns_of(module: Any, max_len: int) -> tuple[Tensor, Tensor, list[int]]:
 
 
 def turned_features(module: Any) -> int:
-    """The number of features of a head that the rotary embedding of a loaded model rotates."""
+    """Return the number of features per head that a loaded model's rotary embedding rotates."""
     cos, _ = table_of(module.model.rotary_emb, (), module.dtype, module.device, 1)
     return int(cos.shape[1])
 
 
 def num_turns(module: Any) -> int:
-    """The number of rotary embeddings of a fusable model; needs no weights."""
+    """Return the number of different rotary embeddings of a fusable model, which may be on meta."""
     return len(set(_kinds(module)))
 
 
 def _kinds(module: Any) -> list[str | None]:
-    """The type of each layer if types select the rotary embedding, else None."""
+    """Return the type of each layer if types have their own rotary embeddings; else None for each
+    layer."""
     count = len(module.model.layers)
     by_type = fusable_family(module).turns_by_type
     return list(module.config.layer_types[:count]) if by_type else [None] * count
@@ -53,7 +54,8 @@ def _kinds(module: Any) -> list[str | None]:
 def table_of(
     rotary: Any, kind: tuple[str, ...], dtype: torch.dtype, device: torch.device, max_len: int
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [max_len, D] of a transformers rotary module, for layers of this kind."""
+    """Return the cosines and sines of a transformers rotary module, each [max_len, D]. kind: the
+    type of the layers, as a tuple of one; empty if the module does not take types."""
     like = torch.empty(0, dtype=dtype, device=device)
     with torch.inference_mode():
         parts = [
@@ -98,14 +100,15 @@ def turn_whole_heads(module: Any, turned: int) -> None:
 
 
 def order_of(head_dim: int, turned: int) -> Tensor:
-    """int64 [D]: the previous place of each feature of a reordered head."""
+    """Return the previous index of each feature of a reordered head, int64 [D]."""
     first, second = torch.arange(turned).chunk(2)
     passed, more_passed = torch.arange(turned, head_dim).chunk(2)
     return torch.cat((first, passed, second, more_passed))
 
 
 def _widened(table: Tensor, missing: int, value: float) -> Tensor:
-    """Cosines or sines [..., D], whose halves are equal, from [..., turned]."""
+    """Widen cosines or sines [..., turned], whose halves are equal, to [..., D]. Each half gets
+    `missing` times `value` at its end."""
     half = table.chunk(2, dim=-1)[0]
     half = torch.cat((half, half.new_full((*half.shape[:-1], missing), value)), dim=-1)
     return torch.cat((half, half), dim=-1)

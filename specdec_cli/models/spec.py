@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model and the way to load it; `role` ("target", "draft") names it in messages."""
+    """A model and the settings to load it with. role: target or draft, for messages."""
 
     role: str
     name: str

@@ -11,13 +11,14 @@ from torch import Tensor
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.peers import Shared, shared_memory
 
-_OF_MLP = 1  # the place for sums at the end of a layer
+_OF_MLP = 1  # the index in shared memory of the sums at the end of a layer
 
 
 @dataclass(frozen=True, slots=True)
 class SplitProducts:
-    """The split matmuls of one model. vocab_size: V of the whole head. shared: None if the ranks
-    share no memory. nothing: zeros [1, N], as wide as the residual stream."""
+    """The matmuls of one model, whose weights are split over ranks. vocab_size: the number of ids
+    in the whole vocabulary. shared: memory that the ranks share; None if they share none. nothing:
+    zeros [1, N], N the width of the residual stream."""
 
     parallel: TensorParallel
     vocab_size: int
@@ -28,8 +29,8 @@ class SplitProducts:
     def over(
         cls, parallel: TensorParallel, width: int, vocab_size: int, dtype: torch.dtype
     ) -> Self:
-        """The split matmuls of a model over the group's ranks. All ranks must call this. width:
-        that of the residual stream.
+        """Make the split matmuls of a model for the ranks of a group. All of them must call this.
+        width: the width of the residual stream.
         """
         shared = shared_memory(parallel, width, vocab_size, dtype)
         nothing = torch.zeros(1, width, dtype=dtype, device=parallel.device)
@@ -46,10 +47,11 @@ class SplitProducts:
         norm_weight: Tensor,
         eps: float,
     ) -> Normed:
-        """`ops.linear_add_norm` for a matmul split by input features.
+        """Run `ops.linear_add_norm` for a matmul that is split by input features.
 
-        place: 0 for the output of attention, 1 for that of the MLP. bias: on one rank only.
-        post_norm: the weight of a norm applied before the result is added.
+        place: 0 for the output of attention, 1 for the output of the MLP. bias: given on at most
+        one rank. post_norm: the weight of a norm that is applied before the result is added; None
+        without one.
         """
         if self.parallel.size == 1 and post_norm is None:
             return ops.linear_add_norm(x, weight, residual, norm_weight, eps, bias)
@@ -67,8 +69,9 @@ class SplitProducts:
         norm_weight: Tensor,
         eps: float,
     ) -> Normed:
-        """`ops.mixture_add_norm` for experts split by inner features, plus the output of `shared`
-        experts."""
+        """Run `ops.mixture_add_norm` for experts that are split by inner features, and add the
+        output of the shared experts. shared: the input and the weight of their down projection;
+        None without any."""
         if self.parallel.size == 1:
             if shared is not None:  # the norm here is not used
                 x = x._replace(
@@ -85,7 +88,8 @@ class SplitProducts:
         return ops.add_norm(self.parallel.all_reduce(part), x.hidden, norm_weight, eps)
 
     def _room(self, place: int, residual: Tensor) -> Tensor | None:
-        """Shared memory for this rank's part of a sum, or None if it does not fit."""
+        """Return shared memory for this rank's part of a sum, or None if there is none or it is too
+        small."""
         return None if self.shared is None else self.shared.sums.take(place, *residual.shape)
 
     def _add_shared(
@@ -96,7 +100,8 @@ class SplitProducts:
         eps: float,
         post_norm: Tensor | None = None,
     ) -> Normed:
-        """The residual stream plus the sum of all ranks' parts in shared memory."""
+        """Add the sum of all ranks' parts in shared memory to the residual stream, and norm the
+        result."""
         assert self.shared is not None
         if post_norm is None:
             return ops.reduce_add_norm(self.shared.sums, place, residual, norm_weight, eps)
@@ -104,7 +109,8 @@ class SplitProducts:
         return ops.add_norm(whole, residual, norm_weight, eps, post_norm)
 
     def logits(self, x: Normed, head: ops.Weight, bias: Tensor | None = None) -> Tensor:
-        """Logits [M, V] on every rank. Each rank computes a part of the vocabulary."""
+        """Return logits [M, V] on every rank. Each rank computes them for a part of the
+        vocabulary."""
         peers = None if self.shared is None else self.shared.logits
         num_rows = len(x.hidden)
         if peers is not None and num_rows:

@@ -1,5 +1,5 @@
-"""Weights that stay as a checkpoint stores them, for fused layers: the matrices, and their
-readers."""
+"""Weights of fused layers that keep the checkpoint's quantised form: which matrices these are, and
+how they are read."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -35,9 +35,11 @@ ReadStored = Callable[[Part | None], Stored]
 def choose_form(
     module: Any, spec: ModelSpec, place: Path, shards: Shards, device: torch.device
 ) -> None:
-    """Mark the matrices to hold in stored form, or to quantise while they are loaded. Raises
-    `SetupError` for an unknown quantisation, and if `weights` names a form that a matrix or a model
-    cannot have. With `auto` such weights are dequantised, and the log says so.
+    """Choose the matrices of a module on meta that keep the checkpoint's quantised form, or that
+    are quantised while they are loaded, and mark them as `StoredParameter`. Raises `SetupError` for
+    an unknown quantisation, and if `weights` asks for a form that a matrix cannot have. Raises
+    `UsageError` if the whole model cannot have that form. With `auto` such weights are dequantised,
+    and the log says so.
     """
     header = read_model(place) if is_gguf(place) else None
     scheme, is_plain = None, header is None or gguf.is_plain(header)
@@ -85,8 +87,8 @@ def choose_form(
 
 
 def _gguf_storages(module: Any, header: Header) -> dict[str, Storage]:
-    """The storage of each matrix that can stay in a file's form. Matrices merged into one matmul
-    share a storage, because files of Q4_K have value projections in Q6_K."""
+    """Return the storage of each matrix that can keep the file's form, by name. Matrices that are
+    merged into one matmul share a storage, because files of Q4_K have value projections in Q6_K."""
     found = {name: own for name, (own, _) in gguf.kept_readers(module, header).items()}
     for names in _products(module):
         own = {found[name] for name in names if name in found}
@@ -96,7 +98,7 @@ def _gguf_storages(module: Any, header: Header) -> dict[str, Storage]:
 
 
 def _products(module: Any) -> list[list[str]]:
-    """For each matrix, the names of the matrices merged into the same matmul."""
+    """Return the names of the matrices in each merged matmul."""
     name_of = {id(parameter): name for name, parameter in module.named_parameters()}
     groups = [group for layer in module.model.layers for group in matrices(layer)]
     return [[name_of[id(parameter)] for parameter in group] for group in groups]
@@ -105,10 +107,11 @@ def _products(module: Any) -> list[list[str]]:
 def _asked_storages(
     module: Any, spec: ModelSpec, place: Path, scheme: Scheme | None
 ) -> Mapping[str, Storage]:
-    """The storage for each matrix of a module, by its name, including that of a tied head."""
+    """Return the requested storage of each matrix of a module, by name. A tied head may be among
+    them."""
     if scheme is not None and spec.load_format != "dummy":
         fields = Fields({}, {}, {}, {})
-        # Loading reports files that are missing or damaged.
+        # Loading will report files that are missing or damaged.
         with suppress(SetupError), open_checkpoint(place, spec.allow_pickle) as tensors:
             fields = fields_of(tensors, scheme, spec.name)
         return storages_of(module, fields, spec.name)
@@ -126,8 +129,8 @@ def _asked_storages(
 
 
 def storages_of(module: Any, fields: Fields, model: str) -> dict[str, Storage]:
-    """The storages of a module's matrices by its own names. Raises `Unsupported` if those of
-    stacked matrices differ."""
+    """Return the storages of a module's matrices, by the module's names. Raises `Unsupported` if
+    the matrices that the module stacks into one have different storages."""
     found: dict[str, Storage | None] = {}
     plain: dict[str, Any] = {n: unread for n in fields.codes if n not in fields.storages}
     groups: list[tuple[Storage | None, dict[str, Any]]] = [(None, plain)]
@@ -142,8 +145,8 @@ def storages_of(module: Any, fields: Fields, model: str) -> dict[str, Storage]:
 
 
 def _matrices(module: Any) -> Iterator[tuple[str, Any, str, nn.Parameter]]:
-    """A module's matrices in linear layers and stacked experts: name, owner, name there,
-    parameter."""
+    """Yield the matrices of a module's linear layers and stacked experts, as (name, owning module,
+    name in that module, parameter)."""
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
@@ -155,9 +158,10 @@ def _matrices(module: Any) -> Iterator[tuple[str, Any, str, nn.Parameter]]:
 def _hold_as_stored(
     module: Any, storages: Mapping[str, Storage], shards: Shards, model: str
 ) -> dict[str, SetupError]:
-    """Mark the matrices to hold in stored form, in a module on meta that has a fused form. shards:
-    this rank's parts. A tied head stays plain. Returns errors by the names of the matrices that
-    stay plain: a part would cut a group, or only some matrices of a merged matmul are stored.
+    """Mark the matrices that have a storage as `StoredParameter`, in a module on meta that has a
+    fused form. A tied head stays plain. shards: this rank's parts. Returns errors, by name, for
+    matrices that must stay plain: because a rank's part would cut a group, or because the matrices
+    of a merged matmul are stored in different ways.
     """
     embedding = module.get_input_embeddings().weight
     problems: dict[str, SetupError] = {}
@@ -184,7 +188,8 @@ def _hold_as_stored(
 
 
 def _edges(held: StoredParameter, part: Part | None, told: str) -> SetupError | None:
-    """The error if the matrix's end or this rank's part would cut a code or a group."""
+    """Return an error if the end of the matrix or of this rank's part would cut a code or a group;
+    else None."""
     storage, width = held.stored_as, held.shape_written[-1]
     if width % (per_code := KINDS[storage.kind].per_code):
         return SetupError(f"{told} has {width} columns, and {per_code} of them share a code")
@@ -203,7 +208,7 @@ def _edges(held: StoredParameter, part: Part | None, told: str) -> SetupError | 
 
 
 def stored_part(held: StoredParameter, part: Part) -> Part:
-    """A rank's part of a parameter, converted to the part of its stored weight."""
+    """Convert a rank's part of a parameter to the same part of its stored weight."""
     if not held.is_transposed:
         return part
     experts, columns, rows = part.shape
@@ -211,19 +216,20 @@ def stored_part(held: StoredParameter, part: Part) -> Part:
 
 
 def quantised(held: StoredParameter, numbers: Tensor, part: Part | None) -> Stored:
-    """Quantise this rank's part of a plain weight. numbers: the whole weight."""
+    """Quantise a plain weight and return this rank's part. numbers: the values of the whole
+    weight."""
     whole = held.stored_as.quantised(numbers.transpose(1, 2) if held.is_transposed else numbers)
     return whole if part is None else part_of(whole, stored_part(held, part))
 
 
 def stored_parameters(module: Any) -> dict[str, StoredParameter]:
-    """The parameters of a module in stored form, by name."""
+    """Return the parameters of a module that keep the checkpoint's quantised form, by name."""
     found = module.named_parameters()
     return {name: p for name, p in found if isinstance(p, StoredParameter)}
 
 
 def part_of(whole: Stored, part: Part) -> Stored:
-    """This rank's part of a stored weight."""
+    """Return this rank's part of a stored weight."""
     size = part.shape[part.dim] // part.blocks
     cut = whole.columns if part.dim == len(part.shape) - 1 else whole.rows
     found = [
@@ -233,7 +239,8 @@ def part_of(whole: Stored, part: Part) -> Stored:
 
 
 def stored_reader(read_whole: Callable[[], Stored], held: StoredParameter) -> ReadStored:
-    """A reader of one weight or of this rank's part. It raises as `read_whole` does."""
+    """Return a reader of one weight or of this rank's part of it. It raises as `read_whole` does,
+    and `WrongShape` if the part does not fit."""
 
     def read(part: Part | None = None) -> Stored:
         whole = read_whole()

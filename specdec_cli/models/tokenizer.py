@@ -48,10 +48,10 @@ class PretrainedTokenizer:
     name."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
-        """Raises `ValueError` for a tokenizer that makes texts too long."""
+        """Raises `ValueError` if the tokenizer can make texts too long."""
         self._tokenizer = tokenizer
         self._name = name
-        self._skips = True  # special tokens in decoded text
+        self._skips = True  # whether decoded text leaves out special tokens
         steps = _steps_of(tokenizer)
         growths = {part: growth_of(found, part) for part, found in steps.items()}
         self._growth = math.prod(n for part, n in growths.items() if part != "decoder")
@@ -76,8 +76,9 @@ class PretrainedTokenizer:
         return None if None in found else found
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text. Raises `SetupError` for a tokenizer that fails or takes too long."""
-        # Not verbose, since it would warn about texts that are too long, which we report ourselves.
+        """Return the token ids of a text. Raises `SetupError` if the tokenizer fails or takes too
+        long."""
+        # Turn off its warnings, because we report texts that are too long ourselves.
         more = {"add_special_tokens": add_special_tokens, "verbose": False}
         with refusing(self._failure, MemoryError):
             check_length(len(text), self._growth)
@@ -89,10 +90,10 @@ class PretrainedTokenizer:
         self, messages: Sequence[Mapping[str, object]], template: Mapping[str, object] = _PLAIN
     ) -> str:
         """Fill the model's chat template with a conversation, up to the beginning of the answer.
-        template: its further values. `chat_template` among them is another template, or a name
-        among the model's; `DATE_KEY` is the present time in ISO format. The text includes special
-        tokens. Raises `UsageError` if there is no template or it refuses these messages, and
-        `SetupError` if the template itself is at fault.
+        The text includes special tokens. template: further values for the template. `chat_template`
+        among them is another template, or the name of one of the model's; `DATE_KEY` is the present
+        time in ISO format. Raises `UsageError` if there is no template or it refuses these
+        messages, and `SetupError` if the template itself is at fault.
         """
         given = dict(template)
         moment = given.pop(DATE_KEY, None)
@@ -124,7 +125,8 @@ class PretrainedTokenizer:
         return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", written)]
 
     def _check(self, given: Mapping[str, object]) -> None:
-        """Raise `UsageError` for a missing template, and for switches that only we set."""
+        """Raise `UsageError` if the template is missing, or for values that only specdec itself
+        sets."""
         named, known = given.get("chat_template"), getattr(self._tokenizer, "chat_template", None)
         if named is None and not self.has_template:
             raise _no_template(self._name)
@@ -140,15 +142,19 @@ class PretrainedTokenizer:
             raise UsageError(told, listed)
         ours = {*signature(self._tokenizer.apply_chat_template).parameters, "messages"}
         if wrong := sorted(given.keys() & ours - {*TEMPLATE_KEYS, "chat_template", "kwargs"}):
-            raise UsageError(f"{wrong[0]} is set by specdec, and no switch of a chat template")
+            raise UsageError(
+                f"{wrong[0]} is set by specdec, and cannot be given to a chat template"
+            )
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids. Raises `SetupError` for a tokenizer that fails or takes too long."""
+        """Return the text of token ids. Raises `SetupError` if the tokenizer fails or takes too
+        long."""
         ids = list(token_ids)
         with refusing(self._failure, MemoryError):
             if self._decodes_by_regex:
-                # Only this kind of decoder lets other threads run. For others, a time limit would
-                # cost more than decoding a token, and their time is linear.
+                # Only this kind of decoder lets other threads run, so only here does a time limit
+                # work. The other decoders take linear time, and a limit would cost more than
+                # decoding a token.
                 decode = self._tokenizer.backend_tokenizer.decode_batch
                 found = in_time(partial(decode, [ids], skip_special_tokens=self._skips), len(ids))
                 return str(found[0])
@@ -202,8 +208,8 @@ def has_tokenizer(place: Path) -> bool:
 
 
 def is_same_tokenizer(one: Path, other: Path) -> bool:
-    """True if two folders hold identical tokenizer files. Comparing the files takes 10 ms, loading
-    a tokenizer of 128,000 tokens half a second."""
+    """True if two folders hold identical tokenizer files. Comparing the files takes 10 ms, while
+    loading a tokenizer of 128,000 tokens takes half a second."""
     if is_gguf(one) or is_gguf(other) or not has_tokenizer(one):
         return False
     names, others = (
@@ -218,8 +224,8 @@ def is_same_tokenizer(one: Path, other: Path) -> bool:
 def load_tokenizer(
     place: Path, name: str, vocab_size: int, is_dummy: bool, trust_remote_code: bool = False
 ) -> Tokenizer:
-    """The tokenizer of a folder or GGUF file. Raises `SetupError` if a model with weights has
-    none."""
+    """Load the tokenizer of a folder or GGUF file. If there is none, return a `ByteTokenizer` for
+    dummy weights. Raises `SetupError` if a model with weights has none, or for damaged files."""
     if is_gguf(place):
         return _loaded(partial(gguf_tokenizer, read_model(place)), name, "the GGUF file is damaged")
     folder = place
@@ -237,12 +243,13 @@ def load_tokenizer(
             raise SetupError(f"cannot load the tokenizer of {name}: {what}", LFS_HINT)
     from transformers import AutoTokenizer
 
+    # Always give trust_remote_code: without it, transformers would ask on the terminal.
     load = partial(AutoTokenizer.from_pretrained, folder, trust_remote_code=trust_remote_code)
     return _loaded(load, name, _NEEDED)
 
 
 def _loaded(load: Callable[[], Any], name: str, hint: str) -> PretrainedTokenizer:
-    """The tokenizer that `load` makes. Raises `SetupError` if it fails, with this hint."""
+    """Return the tokenizer that `load` makes. Raises a `SetupError` with this hint if it fails."""
 
     def refusal(problem: BaseException) -> SetupError:
         if "trust_remote_code" in str(problem):
@@ -252,20 +259,21 @@ def _loaded(load: Callable[[], Any], name: str, hint: str) -> PretrainedTokenize
             )
         return SetupError(f"cannot load the tokenizer of {name}: {reason_of(problem)}", hint)
 
-    # Without this option transformers would ask on the terminal whether to run remote code.
     with refusing(refusal, SetupError), native_lines(), redirect_stdout(sys.stderr):
         return PretrainedTokenizer(load(), name)
 
 
 def _steps_of(tokenizer: Any) -> dict[str, Any]:
-    """The steps of a tokenizer with native code, by part, as tokenizer.json describes them."""
+    """Return the steps of a tokenizer with native code, by part, as tokenizer.json describes
+    them."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     parts = {name: getattr(backend, name, None) for name in _PARTS}
     return {n: json.loads(part.__getstate__()) for n, part in parts.items() if part is not None}
 
 
 def at_moment(template: str, moment: datetime) -> str:
-    """The chat template with `strftime_now` as a macro, which formats one fixed moment."""
+    """Return the chat template with a macro `strftime_now`, which formats the given time instead of
+    the present one."""
     formats = [f"%{flag}{letter}" for flag in ("-", "") for letter in _FORMATS]
     steps = "".join(f"|replace({one!r}, {moment.strftime(one)!r})" for one in formats)
     # Jinja drops the line break after a block.
@@ -282,7 +290,7 @@ def _no_template(name: str) -> SpecdecError:
 
 
 def _template_problem(problem: Exception, name: str, *, is_own: bool) -> SpecdecError:
-    """The error for a chat template that gave no text. It depends on whose fault that is.
+    """Return the error for a chat template that gave no text. Its type depends on who is at fault.
 
     is_own: whether the user gave the template.
     """
@@ -306,9 +314,11 @@ def _template_problem(problem: Exception, name: str, *, is_own: bool) -> Specdec
 def check_same_vocabulary(
     target: Tokenizer, draft: Tokenizer, names: tuple[str, str], sizes: tuple[int, int]
 ) -> None:
-    """Raise `SetupError`, with the first id that differs, unless two tokenizers agree.
+    """Raise `SetupError` unless two tokenizers use the same ids. The message names the first that
+    differs.
 
-    sizes: the models' vocabulary sizes. They may differ by padding, but ids of text may not differ.
+    names, sizes: the target's and the draft's names and vocabulary sizes. The sizes may differ by
+    padding, but not by ids that text uses.
     """
     by_id = {i: t for t, i in target.vocabulary().items()}
     other = {i: t for t, i in draft.vocabulary().items()}

@@ -3,7 +3,8 @@
 transformers' plan for a family lists the linear layers that are split by output features (colwise)
 or input features (rowwise). Its own code splits them over the whole world, while this module splits
 them over a group. Attention is split by whole heads; key and value heads are replicated if there
-are fewer than ranks. Experts are split by their inner features. Embeddings and routers are whole.
+are fewer of them than ranks. Experts are split by their inner features. Embeddings and routers are
+whole.
 """
 
 import re
@@ -24,23 +25,23 @@ _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
 _SPLIT = {_COLUMNS, _ROWS} | _GATHERED | _SPLIT_INPUT
 _EXPERTS = "moe_tp_experts"
-# Every rank holds these whole. (Splitting the embedding would cost an all-reduce a pass.)
+# Every rank holds these whole. (Splitting the embedding would cost an all-reduce per pass.)
 _WHOLE = {"replicated", "replicated_with_grad_allreduce", "embedding_rowwise", "mla_kv_a_proj"}
 # Marks a layer with separate parameters per rank, which the plan splits one by one.
 _MARKS = {"local_params"}
 _KEYS_AND_VALUES = {"k_proj", "v_proj"}
-# The bias of experts' outputs is not part of a product, so one rank adds it.
+# The bias of the experts' outputs must be added only once, so only one rank adds it.
 _ADDED_ONCE = "down_proj_bias"
-_SINKS = ".sinks"  # a number for each head besides its keys
-# Latent attention is split by whole heads. The projections to latent vectors are whole on every
-# rank.
+_SINKS = ".sinks"  # attention sinks: one number per head
+# Latent attention is split by whole heads. Every rank holds the whole projections to latent
+# vectors.
 _LATENT = {
     "model.layers.*.self_attn.q_proj": _COLUMNS,
     "model.layers.*.self_attn.q_b_proj": _COLUMNS,
     "model.layers.*.self_attn.kv_b_proj": _COLUMNS,
     "model.layers.*.self_attn.o_proj": _ROWS,
 }
-# Plans that transformers lacks, for the layers of a family.
+# Plans for layers that transformers' own plans leave out, by family.
 _OWN_PLANS = {
     "deepseek_v3": _LATENT,
     "youtu": _LATENT,
@@ -52,9 +53,9 @@ _OWN_PLANS = {
         "model.layers.*.mlp.experts": _EXPERTS,
     },
 }
-# A plan does not show that a family uses statistics over all of a layer's features (gemma3n does,
-# for sparse activations), which would silently change its text when split. So only these families
-# are split: tests compare their logits over 4 ranks.
+# Only these families are split; tests compare their logits over 4 ranks. A plan does not show
+# whether a family uses statistics over all of a layer's features, as gemma3n does for sparse
+# activations. Splitting such a family would silently change its text.
 FAMILIES = frozenset(
     """
     apertus arcee cohere cohere2 cwm deepseek_v2 deepseek_v3 dots1 ernie4_5 exaone4 gemma gemma2
@@ -67,9 +68,9 @@ FAMILIES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The parts of a module's stored tensors that a rank holds. Tensors without an entry are whole.
-    parts: by parameter name. tied: parameters that are a part of another parameter, with its name.
-    zero: parameters that a different rank adds, so that their values are zeros here.
+    """The parts of a module's tensors that a rank holds. Tensors without an entry are whole. parts:
+    by parameter name. tied: parameters that are a part of another parameter, each with the name of
+    the other. zero: parameters that are zero on this rank, because another rank adds them.
     """
 
     parts: dict[str, Part]
@@ -84,8 +85,9 @@ def shard(
     module: Any, layers: list[LayerShape], parallel: TensorParallel, name: str
 ) -> tuple[Shards, list[LayerShape]]:
     """Reduce `module`, on meta, to this rank's part. Returns the parts and the cache shapes of its
-    layers. layers: cache shapes of the whole model's layers. Raises `Unsupported` for a family
-    without a plan or with an untested split form, and if heads or features do not divide.
+    layers. layers: the cache shapes of the whole model's layers. Raises `Unsupported` for a family
+    without a plan or whose split form is untested, and if heads or features cannot be divided among
+    the ranks.
     """
     kind, size = module.config.model_type, parallel.size
     whole_plan = (module._tp_plan or {}) | _OWN_PLANS.get(kind, {})
@@ -99,7 +101,7 @@ def shard(
     unknown = sorted({style for style in styles.values() if style not in _SPLIT})
     reason, hint = None, "tensor_parallel_size: 1 works"
     if unknown:
-        reason = f"{kind} is split over ranks in a way that is not built ({', '.join(unknown)})"
+        reason = f"{kind} is split over ranks in a way that is not supported ({', '.join(unknown)})"
     elif not any("layers." in linear for linear in styles):
         reason = f"transformers has no tensor parallel plan for the layers of {kind}"
     elif kind not in FAMILIES:
@@ -136,8 +138,8 @@ def shard(
 def shard_layers(
     body: nn.Module, config: Any, layers: list[LayerShape], parallel: TensorParallel, name: str
 ) -> dict[str, Part]:
-    """Reduce a head's decoder layers, on meta, to this rank's part. Arguments are as for
-    `shard`."""
+    """Reduce the decoder layers of a draft head, on meta, to this rank's part. Arguments are as for
+    `shard`. Returns the parts by parameter name."""
     plan = config.base_model_tp_plan
     styles = {n: s for n in _names(body) if (s := plan.get(_pattern(n))) in _SPLIT}
     return _split_products(body, styles, config, layers, parallel, name)
@@ -151,7 +153,8 @@ def _split_products(
     parallel: TensorParallel,
     name: str,
 ) -> dict[str, Part]:
-    """Reduce a module's linear layers to this rank's share. styles: the plan's style for each."""
+    """Reduce a module's linear layers to this rank's share. styles: the plan's style for each
+    layer. Returns the parts by parameter name."""
     parts: dict[str, Part] = {}
     for path, style in styles.items():
         linear = module.get_submodule(path)
@@ -162,15 +165,16 @@ def _split_products(
 
 
 def parts_of_experts(experts: Any, parallel: TensorParallel, name: str) -> dict[str, Part]:
-    """This rank's parts of a module of stacked experts, by its names. Raises `Indivisible`.
+    """Return this rank's parts of a module of stacked experts, by the module's names. Raises
+    `Indivisible`.
 
-    Each rank holds a part of every expert, and one sum over ranks ends the layer. With whole
-    experts on each rank a pass would last as long as on the rank with most of the chosen experts.
-    If 8 of 128 are chosen, 4 ranks hold 2 each on average, but that rank holds 3.5. The price is
-    narrower matrices: 96 features of an expert of 768 on 8 ranks. Routers are whole, so all ranks
-    choose the same experts without a message.
+    Each rank holds a part of every expert, and the layer ends with one sum over ranks. If ranks
+    held whole experts instead, a pass would take as long as on the rank with the most chosen
+    experts. If 8 of 128 experts are chosen, each of 4 ranks holds 2 of them on average, but that
+    rank holds 3.5. The price is narrower matrices: on 8 ranks, each holds 96 of the 768 features of
+    an expert. Routers are whole, so all ranks choose the same experts without a message.
     """
-    # [experts, written, read], or with `is_transposed` [experts, read, written].
+    # [experts, outputs, inputs], or with `is_transposed` [experts, inputs, outputs].
     read = 1 if experts.is_transposed else 2
     width = int(experts.down_proj.shape[read])
     if width % parallel.size:
@@ -178,7 +182,7 @@ def parts_of_experts(experts: Any, parallel: TensorParallel, name: str) -> dict[
     start, stop = parallel.share(width)
 
     def of_both(tensor: Any, dim: int) -> Part:
-        """This rank's part of a tensor with the rows of gate and up, in two halves or
+        """Return this rank's part of a tensor that has the rows of gate and up, as two halves or
         alternating."""
         shape = tuple(tensor.shape)
         if experts.is_concatenated:
@@ -195,17 +199,18 @@ def parts_of_experts(experts: Any, parallel: TensorParallel, name: str) -> dict[
 
 
 def _pattern(name: str) -> str:
-    """A submodule's name as plans have it, with `*` for the layer."""
+    """Return a submodule's name as plans write it, with `*` for the layer's number."""
     return ".".join("*" if step.isdigit() else step for step in name.split("."))
 
 
 def _names(module: Any) -> list[str]:
-    """The names of submodules and parameters. Plans list stacked experts by parameter."""
+    """Return the names of submodules and parameters. Plans list stacked experts by parameter."""
     return [n for n, _ in (*module.named_modules(), *module.named_parameters()) if n]
 
 
 def _tied_head(module: Any) -> dict[str, str]:
-    """The names of the head's weight and of the embedding if they are tied; else empty."""
+    """Return the name of the head's weight, with that of the embedding, if they are tied; else an
+    empty dict."""
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
         return {}
@@ -222,8 +227,8 @@ def _share(
     parallel: TensorParallel,
     name: str,
 ) -> tuple[int, int]:
-    """This rank's range of a linear layer's features: whole heads in attention, otherwise an even
-    share. Raises `Unsupported` if they do not divide."""
+    """Return this rank's range of a linear layer's features: whole heads in attention, otherwise an
+    even share. Raises `Indivisible` if they cannot be divided among the ranks."""
     if style in _GATHERED:
         return parallel.share(linear.out_features)
     size, reads = parallel.size, style != _COLUMNS
@@ -248,7 +253,8 @@ def _share(
 def _split(
     path: str, linear: nn.Linear, style: str, share: tuple[int, int], parallel: TensorParallel
 ) -> dict[str, Part]:
-    """Reduce one linear layer to the features in `share`, and add its collective, if any."""
+    """Reduce one linear layer to the features in `share`, and add its collective, if it needs one.
+    Returns the parts by parameter name."""
     (start, stop), width = share, linear.out_features
     if style == _COLUMNS or style in _GATHERED:
         parts = {"weight": Part(0, start, stop, tuple(linear.weight.shape))}
@@ -269,7 +275,8 @@ def _split(
 
 
 def _narrow(path: str, owner: Any, parts: dict[str, Part]) -> dict[str, Part]:
-    """Reduce tensors of a module to `parts`, which use its own names. Returns the parts by path."""
+    """Reduce tensors of `owner` to `parts`, whose keys are names within `owner`. path: the owner's
+    own name. Returns the parts by full names."""
     for leaf, part in parts.items():
         whole = getattr(owner, leaf).new_empty(part.local_shape)
         setattr(owner, leaf, nn.Parameter(whole, requires_grad=False))

@@ -1,4 +1,5 @@
-"""Checkpoint files: the tensors in each, and errors for files that cannot be opened."""
+"""Open checkpoint files and read their tensors, with clear errors for files that cannot be
+opened."""
 
 import json
 import logging
@@ -29,8 +30,8 @@ _INDEX_BYTES = 128 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The entries start..stop of dimension `dim` in each of `blocks` equal blocks of a tensor of
-    `shape`."""
+    """A part of a tensor of `shape`. The tensor consists of `blocks` equal blocks along dimension
+    `dim`, and the part has the entries start..stop of each block."""
 
     dim: int
     start: int
@@ -44,7 +45,7 @@ class Part:
         return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This part of `whole`. It is a view unless there are several blocks. Raises
+        """Return this part of `whole`, as a view unless there are several blocks. Raises
         `WrongShape`."""
         if tuple(whole.shape) != self.shape:
             raise WrongShape(tuple(whole.shape))
@@ -54,7 +55,7 @@ class Part:
 
 
 class WrongShape(Exception):
-    """A tensor's shape, `found`, differs from the one expected by the part to read."""
+    """Raised if a tensor has the shape `found`, and not the one that was expected."""
 
     def __init__(self, found: tuple[int, ...]) -> None:
         super().__init__()
@@ -68,8 +69,9 @@ class Read(Protocol):
 
 
 class Fields(NamedTuple):
-    """Readers of a checkpoint's tensors, by the weights' names. codes: those of plain tensors too.
-    scales, zeros: those of stored weights, as in `ops.Stored`, with their storages.
+    """Readers of a checkpoint's tensors, by the names of the weights. codes: the codes of quantised
+    weights, and all plain tensors. scales, zeros, storages: of quantised weights only, as in
+    `ops.Stored`.
     """
 
     codes: dict[str, Read]
@@ -80,7 +82,7 @@ class Fields(NamedTuple):
 
 @contextmanager
 def open_checkpoint(folder: Path, allow_pickle: bool) -> Iterator[dict[str, Read]]:
-    """Readers of the tensors in the checkpoint of `folder`, by name.
+    """Open the checkpoint in `folder` and yield readers of its tensors, by name.
 
     Raises `SetupError` for a folder without weights, one with pickled weights only (unless
     `allow_pickle`), a missing shard, or a damaged file.
@@ -110,18 +112,18 @@ def open_checkpoint(folder: Path, allow_pickle: bool) -> Iterator[dict[str, Read
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint, if there are any. Raises `SetupError` for a missing shard or a bad
-    index."""
+    """Return the files of a checkpoint, or none if there are no weights. Raises `SetupError` for a
+    missing shard or a bad index."""
     return _files(folder, _SAFE) or _files(folder, _PICKLED)
 
 
 def _files(folder: Path, name: str) -> list[Path]:
-    """The files of a checkpoint: a single file, which takes precedence over an index, or the shards
-    in an index."""
+    """Return the files of a checkpoint: a single file, which takes precedence over an index, or the
+    shards that an index lists."""
     if (single := folder / name).is_file():
         return [single]
     if (index := _index(folder, name)) is not None:
-        # An index could name files anywhere; only its own folder counts.
+        # An index could name files anywhere, so take them only from its own folder.
         files = [folder / shard for shard in sorted({Path(s).name for s in index.values()})]
         missing = [f.name for f in files if not os.path.isfile(f)]  # a name may be too long
         if missing:
@@ -135,7 +137,8 @@ def _files(folder: Path, name: str) -> list[Path]:
 
 
 def _index(folder: Path, name: str) -> dict[str, str] | None:
-    """The file of each tensor if a checkpoint has several files, else None."""
+    """Return the file of each tensor if a checkpoint has an index, else None. Raises `SetupError`
+    for a damaged index."""
     index = folder / f"{name}.index.json"
     if not index.is_file():
         return None
@@ -153,8 +156,8 @@ def _index(folder: Path, name: str) -> dict[str, str] | None:
 
 
 def layers_held(place: Path) -> int | None:
-    """The number of layers by the tensors' names; None if they name none, or if an index or file is
-    damaged, which loading reports."""
+    """Return the number of layers according to the tensors' names. Returns None if no name has a
+    layer, or if an index or file is damaged, which loading will report."""
     if is_gguf(place):
         return layers_in(read_model(place))
     names = tensor_names(place)
@@ -163,7 +166,8 @@ def layers_held(place: Path) -> int | None:
 
 
 def tensor_names(folder: Path) -> Collection[str]:
-    """The names of the tensors in a folder; none if its index or file is damaged or pickled."""
+    """Return the names of the tensors in a folder, or none if its index or file is damaged or
+    pickled."""
     names: Collection[str] = ()
     with suppress(SetupError), ExitStack() as stack:
         if (file := folder / _SAFE).is_file():
@@ -214,12 +218,12 @@ def _open_pickle(file: Path) -> dict[str, Read]:
 
 
 def same(tensor: torch.Tensor, part: Part | None = None) -> torch.Tensor:
-    """The `Read` of an existing tensor."""
+    """Return an existing tensor, or a part of it. With the tensor bound, this is a `Read`."""
     return tensor if part is None else part.of(tensor)
 
 
 def unread(part: Part | None = None) -> torch.Tensor:
-    """The `Read` of a tensor of which only the name is used."""
+    """Stand in for the `Read` of a tensor of which only the name is used."""
     raise AssertionError("only its name is used")
 
 

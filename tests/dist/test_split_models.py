@@ -384,7 +384,7 @@ def test_another_kind_of_splitting_is_refused(
     plan = {"model.layers.*.self_attn.q_proj": "embedding_colwise"}
     monkeypatch.setitem(tp._OWN_PLANS, "llama", plan)
     tiny_config("llama").save_pretrained(tmp_path)
-    with pytest.raises(SetupError, match=r"not built \(embedding_colwise\)"):
+    with pytest.raises(SetupError, match=r"not supported \(embedding_colwise\)"):
         description(tmp_path, parallel=TensorParallel(0, 2))
 
 

@@ -94,7 +94,12 @@ def test_a_failed_pass_keeps_nothing(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[int, ...], str]] = {
     "too late": ("llama", {}, (0, 3), "no hidden state 3: this llama has 2 layers"),
     "from the end": ("gpt2", {}, (-1,), "no hidden state -1: this gpt2 has 2 layers"),
-    "several streams": ("gemma3n", {}, (1,), "gemma3n_text cannot be used: each is several"),
+    "several streams": (
+        "gemma3n",
+        {},
+        (1,),
+        "gemma3n_text cannot be used: there are several per token",
+    ),
     "other widths": ("opt", {"word_embed_proj_dim": 32}, (1,), "opt cannot be used: their widths"),
 }
 

@@ -507,7 +507,7 @@ def test_a_config_of_two_kinds_is_refused_by_both(tmp_path: Path) -> None:
     config = CONFIGS["dflash, z-lab"][0] | {"medusa_num_heads": 5}
     with pytest.raises(SetupError) as caught:
         with_method(recipe_of(tmp_path, config))
-    assert "of 2 kinds" in caught.value.message
+    assert "fits 2 kinds of draft" in caught.value.message
     assert "DFlashDraftModel" in caught.value.message and "medusa_num_heads: 5" in str(caught.value)
 
 
@@ -516,7 +516,7 @@ def test_a_config_of_two_kinds_that_are_built(
 ) -> None:
     twin = replace(METHODS["eagle3"], form=DraftForm("a twin", (forms.EAGLE3,)))
     monkeypatch.setitem(METHODS, "twin", twin)
-    with pytest.raises(SetupError, match=r"of 2 kinds .*an EAGLE-3 head .* and a twin"):
+    with pytest.raises(SetupError, match=r"fits 2 kinds of draft: an EAGLE-3 head .* and a twin"):
         with_method(recipe_of(tmp_path, CONFIGS["eagle3, SpecForge"][0]))
 
 

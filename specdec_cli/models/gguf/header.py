@@ -19,7 +19,7 @@ _SCALARS |= {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
 _MOST_STRINGS = 1 << 22  # in all arrays; the largest vocabularies have 1 << 20 tokens and merges
-_MOST_NUMBERS = 1 << 22  # maximum numbers in one array
+_MOST_NUMBERS = 1 << 22  # maximum number of values in one array
 _MOST_KEYS, _MOST_TENSORS = 1 << 16, 1 << 20
 _NAME_BYTES = 1 << 12
 _MOST_DIMS = 4
@@ -240,5 +240,5 @@ def _said(numbers: Sequence[int]) -> str:
 
 
 def is_gguf(place: Path) -> bool:
-    """True if a model's place is a GGUF file, rather than a folder."""
+    """True if a model's path is a GGUF file and not a folder."""
     return place.suffix == ".gguf" and not os.path.isdir(place)

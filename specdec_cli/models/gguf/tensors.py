@@ -280,7 +280,7 @@ def _plain(content: np.ndarray[Any, Any], kind: str, number: int) -> torch.Tenso
 
     if kind in _PLAIN:
         return torch.from_numpy(np.array(content)).view(_PLAIN[kind])
-    with np.errstate(all="ignore"):  # scales may be any bytes
+    with np.errstate(all="ignore"):  # scales may be NaN or infinite
         found = dequantize(np.array(content)[None], GGMLQuantizationType(number))
     return torch.from_numpy(found).flatten()
 

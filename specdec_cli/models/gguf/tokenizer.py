@@ -65,7 +65,7 @@ def _vocabulary(header: Header) -> dict[str, Any]:
     for an impossible vocabulary."""
     try:
         from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING as table
-    except ImportError:  # earlier versions
+    except ImportError:  # earlier versions of transformers
         from transformers.integrations.ggml import GGUF_TOKENIZER_MAPPING as table
     found = {
         name: header.values[f"tokenizer.{key}"]

@@ -89,7 +89,7 @@ class HeadDescription:
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids that it can propose."""
+        """The number of ids that the head can propose."""
         return self.config.draft_vocab_size
 
     @property

@@ -76,8 +76,8 @@ class PagedHead:
         """Run the head over `spans` and write their keys and values. Each sequence must contain the
         tokens that its rows embed.
 
-        features: [T, F], the target's features of the tokens in `spans`. Returns hidden states [T,
-        H].
+        features: [T, F], the target's features of the tokens in `spans`. Returns hidden states
+        [T, H].
         """
         batch = make_batch(spans, [0] * len(spans), self.cache.block_size, self.device)
         embedded = packed_ids(spans, self.head.config.shift)

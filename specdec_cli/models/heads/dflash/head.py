@@ -89,7 +89,7 @@ class MarkovHead:
 
 
 class DFlashHead(LayeredHead):
-    """The passes of a block drafter. One pass drafts a whole block, so no outputs are fed back."""
+    """The network of a block drafter. One pass drafts a whole block, so no outputs are fed back."""
 
     config: DFlashConfig
 

@@ -1,2 +1,2 @@
-"""EAGLE-3 heads (Li et al., arXiv 2503.01840): decoders of few layers that read hidden states of
-the target and embeddings of tokens."""
+"""EAGLE-3 heads (Li et al., arXiv 2503.01840): decoders with a few layers, which read the target's
+hidden states and the embeddings of tokens."""

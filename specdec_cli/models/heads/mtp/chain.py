@@ -39,8 +39,8 @@ class MtpChain:
 
     @torch.inference_mode()
     def prefill(self, spans: list[Span], features: torch.Tensor) -> None:
-        """Run all modules over the rows that the prompt tokens in `spans` complete. features: [T,
-        H], the target's hidden states of these tokens."""
+        """Run all modules over the rows that the prompt tokens in `spans` complete. features:
+        [T, H], the target's hidden states of these tokens."""
         for index, one in enumerate(self.heads):
             if not spans:
                 return

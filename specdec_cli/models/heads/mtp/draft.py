@@ -169,7 +169,7 @@ class MtpDraft:
     def pass_bytes(
         self, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool = False
     ) -> int:
-        """Its logits are computed outside its passes."""
+        """See `models.draft.Draft`. Logits are computed outside the passes."""
         inside = self.body.pass_bytes(tokens, 0, gathers=gathers)
         joined = 2 * tokens * self.config.hidden_size * self.dtype.itemsize
         return inside + joined
