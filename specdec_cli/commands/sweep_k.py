@@ -195,9 +195,11 @@ def sweep_k(
     sizes = sizes or kept.get("batch_sizes", [recipes[0].run.batch_size])
     if load.request_rate is not None:
         is_native = recipes[0].engine.kind == "native" and named is None
+        if load.max_concurrency is not None:
+            refuse_beside("--max-concurrency", batch_size=batch_size)
         refuse_beside(
             "--request-rate",
-            batch_size=batch_size if load.max_concurrency or not is_native or sizes[1:] else None,
+            batch_size=batch_size if not is_native or sizes[1:] else None,
             predict_only=predict_only,
             check_lossless=check_lossless,
             minutes=minutes,

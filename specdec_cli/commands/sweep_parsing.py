@@ -60,8 +60,9 @@ def refuse_beside(option: str, **unfit: object) -> None:
     for name, value in unfit.items():
         if value:
             flag = f"--{name.replace('_', '-')}"
-            hint = "limit concurrent requests with --max-concurrency"
-            hint = hint if name == "batch_size" else f"leave {flag} out"
+            hint = f"leave {flag} out"
+            if name == "batch_size" and option == "--request-rate":
+                hint = "limit concurrent requests with --max-concurrency"
             raise UsageError(f"{flag} and {option} exclude each other", hint)
 
 

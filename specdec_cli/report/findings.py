@@ -140,7 +140,8 @@ def _recorded(run: ReportedRun, every: Sequence[Point], best: Best | BestPair) -
         tied = [_named(one.k, one.draft) for one in of_drafts] or [f"k = {k}" for k in best.tied]
         leader = best.fastest
         fastest = next((p for p in points if leader and _is_named(p, leader)), None)
-        fastest = fastest or max(points, key=_gain)
+        if fastest is None and every[0].request_rate is None:
+            fastest = max(points, key=_gain)
     own = (f"k = {chosen.k}", _named(chosen.k, chosen.draft))
     return Finding(
         chosen,
@@ -221,6 +222,8 @@ def answer(run: ReportedRun, best: Finding) -> str:
         if _is_within_chance(run, best):
             why = "nothing is faster than plain decoding beyond chance"
         told = "No point with proposals was measured."
+        if any(p.load and p.load.overloaded for p in run.points if p.level == point.level and p.k):
+            told = "Every point with proposals is overloaded."
         if (second := fastest_with_proposals(run, best, _measured)) is not None:
             gain = f"{times(_gain(second))}{interval_in_words(second.speedup_ci)}"
             told = f"The best with proposals, {setting_in_words(run, second)}, is {gain}."
@@ -293,14 +296,16 @@ def headline(run: ReportedRun, bests: list[Finding]) -> str:
     if all(b.point is not None and b.point.is_baseline for b in found):
         if any(_is_within_chance(run, best) for best in found):
             return "No speculation: nothing is faster than plain decoding beyond chance."
-        return f"No speculation: plain decoding is fastest at every {_levels(found)}."
+        return f"No speculation: plain decoding is fastest at every {_levels(found, bests)}."
     settings = {setting_in_words(run, b.point) for b in found if b.point is not None}
     if len(settings) == 1:
         speeds = [s for b in found if b.point and (s := b.point.speedup) is not None]
-        span = f", {times(min(speeds))} to {times(max(speeds))}" if speeds else ""
+        span = ""
+        if len(speeds) == len(found):  # at some rate plain decoding may be overloaded
+            span = f", {times(min(speeds))} to {times(max(speeds))} the speed of plain decoding"
         (what,) = settings
         word = "Best" if run.is_comparison else "Recommended"
-        return f"{word} at every {_levels(found)}: {what}{span} the speed of plain decoding."
+        return f"{word} at every {_levels(found, bests)}: {what}{span}."
     parts = [
         f"at {b.at.batch_size if (r := b.at.request_rate) is None else rate_name(r)}: "
         f"{setting_in_words(run, b.point)}"
@@ -308,11 +313,12 @@ def headline(run: ReportedRun, bests: list[Finding]) -> str:
         if b.point is not None
     ]
     which = "best" if run.is_comparison else "recommended k"
-    return f"The {which} depends on {_levels(found)}. A{'; '.join(parts)[1:]}."
+    return f"The {which} depends on {_levels(found, bests)}. A{'; '.join(parts)[1:]}."
 
 
-def _levels(found: Sequence[Finding]) -> str:
-    return "batch size" if found[0].at.request_rate is None else "request rate"
+def _levels(found: Sequence[Finding], every: Sequence[Finding]) -> str:
+    which = "batch size" if found[0].at.request_rate is None else "request rate"
+    return which if len(found) == len(every) else f"{which} with a result"
 
 
 def warnings(run: ReportedRun) -> list[Notice]:

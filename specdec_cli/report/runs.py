@@ -111,7 +111,10 @@ class SideBySide:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON document's `runs`, `points`, `comparisons` and `differences`."""
+        """Return the JSON document's `runs`, `points`, `comparisons`, `engines` and `differences`.
+
+        In `engines`, lengths are those within the texts, over common prompts.
+        """
         points = [
             {
                 "run": one.run,
@@ -136,11 +139,29 @@ class SideBySide:
             }
             for one, other, ratio in self.pairs
         ]
+        engines = [
+            {
+                "run": one.run,
+                "engine": one.point.engine.model_dump() if one.point.engine is not None else None,
+                **_level_fields(one.point),
+                "draft": one.point.draft,
+                "k": one.point.k,
+                "num_prompts": len(one.samples),
+                "mean_acceptance_length": _length_in_text(one),
+                "decode_tokens_per_second": _speed(one.point),
+                "decode_tokens_per_second_ci": one.point.decode_tokens_per_second_ci,
+                "round_ms": one.point.number("round_ms"),
+                "round_ms_ci": one.point.round_ms_ci,
+                "against_first": ratio.as_dict() if ratio is not None else None,
+            }
+            for one, ratio in self.by_engine
+        ]
         folders = zip(self.names, self.runs, strict=True)
         return {
             "runs": [{"name": name, "folder": str(run.path)} for name, run in folders],
             "points": points,
             "comparisons": pairs,
+            "engines": engines,
             "differences": {key: list(values) for key, values in self.differences.items()},
         }
 

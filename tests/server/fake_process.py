@@ -1,9 +1,9 @@
 """The fake as a process that a command line starts, as of vLLM (the options of 0.25.1) or SGLang.
 
 The environment's FAKE has, as JSON, what to do wrong: refuse (a k), die (a k, after so many
-requests), never (a k that is never healthy), other (a k whose texts differ), round_s (seconds of a
-round), child (a file for the process id of a child in a session of its own) and stubborn (SIGTERM
-is ignored).
+requests), never (a k that is never healthy), key (the key that it wants), other (a k whose texts
+differ), round_s (seconds of a round), child (a file for the process id of a child in a session of
+its own) and stubborn (SIGTERM is ignored).
 """
 
 import argparse
@@ -53,6 +53,7 @@ def main() -> None:
     if wrong.get("stubborn"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     server = FakeServer(kind, k, health=503 if wrong.get("never") == k else 200)
+    server.key = wrong.get("key")
     if kind == "sglang":
         server.algorithm = asked.speculative_algorithm or ""
     server.faults.other_text = wrong.get("other") == k

@@ -292,7 +292,10 @@ def test_shards_of_a_load_are_merged(capsys: pytest.CaptureFixture[str], tmp_pat
         (["--request-rate", "1", "--slo", "ttft:5ms", "--slo", "ttft:6ms"], "ttft is given twice"),
         (["--request-rate", "1", "--arrivals", "uniform"], "--arrivals: expected poisson, const"),
         (["--request-rate", "1", "--arrivals", "gamma:-1"], "--arrivals: the shape of gamma"),
-        (["--request-rate", "1", "--max-concurrency", "4", "--batch-size", "4"], "--batch-size"),
+        (
+            ["--request-rate", "1", "--max-concurrency", "4", "--batch-size", "4"],
+            "--batch-size and --max-concurrency exclude each other",
+        ),
         (["--request-rate", "1", "--batch-size", "1,4"], "--batch-size and --request-rate exclude"),
         (["--request-rate", "1", "--predict-only"], "--predict-only and --request-rate exclude"),
         (

@@ -98,6 +98,12 @@ def test_a_sweep_over_servers(capsys: pytest.CaptureFixture[str], tmp_path: Path
         point(found, k)["metrics"]["in_text"]["mean_acceptance_length"] for k in (2, 4)
     ]
     assert [r[titles.index("text")] for r in engines.rows] == [None, "same"] * 3
+    told = specdec(capsys, "report", *[str(tmp_path / "run")] * 2, "--json")
+    for one, shown in zip(json.loads(told.out)["engines"], engines.rows, strict=True):
+        p = point(found, one["k"])
+        assert one["engine"] == p["engine"] and one["mean_acceptance_length"] == shown[5]
+        assert one["round_ms"] == p["metrics"]["round_ms"] and one["round_ms_ci"] is not None
+        assert (one["against_first"] or {"num_diverging": None})["num_diverging"] in (None, 0)
     some_prompts = tmp_path / "fewer"
     shutil.copytree(tmp_path / "run", some_prompts)
     samples = (some_prompts / "samples.jsonl").read_text().splitlines(keepends=True)
@@ -420,6 +426,7 @@ def test_a_key_is_sent_and_written_nowhere(
     with running(ill):
         code, words = _told(capsys, *urls(ill), "--set", "engine.start_timeout_s=0.05")
         assert code == 5 and "HTTP 503: no no" in words and "secr" not in words
+        assert "--set engine.start_timeout_s=0.1 waits longer" in words
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert files and not [f for f in files if b"secret-7" in f.read_bytes()]
 

@@ -120,6 +120,16 @@ def test_a_server_that_is_never_healthy(capsys: pytest.CaptureFixture[str]) -> N
     assert "start_timeout_s" in point["reason"] and "HTTP 503" in point["reason"]
 
 
+def test_a_server_that_wants_a_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """It is not waited for: no server of the sweep would let us in."""
+    started = tmp_path / "pids"
+    wrong = {"key": "hush", "child": str(started)}
+    found = specdec(capsys, *words("sglang", "0,2", wrong, start_timeout_s=20))
+    assert found.code == 5 and "requires a key (HTTP 401)" in found.err
+    assert "OPENAI_API_KEY" in found.err and "healthy" not in found.err
+    assert len(pids(started)) == 2 and not [pid for pid in pids(started) if is_alive(pid)]
+
+
 def test_a_server_that_cannot_be_started(capsys: pytest.CaptureFixture[str]) -> None:
     found = specdec(capsys, *words("sglang", "0,1", launch=["/nowhere/serve"]), "--json")
     assert found.code == 5

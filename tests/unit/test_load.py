@@ -13,7 +13,7 @@ import pytest
 
 from specdec_cli.core.figures import Rate
 from specdec_cli.core.types import Request
-from specdec_cli.experiment.folders.conclusions import Best
+from specdec_cli.experiment.folders.conclusions import Best, SweepSummary
 from specdec_cli.experiment.folders.records import Key, Point, Sample, Stretch
 from specdec_cli.experiment.load.arrivals import (
     BEFORE,
@@ -43,6 +43,8 @@ from specdec_cli.experiment.load.points import (
     points_at_rate,
 )
 from specdec_cli.recipe.objectives import objective
+from specdec_cli.report.findings import Finding, answer, best_by_batch_size, headline
+from specdec_cli.report.folder import ReportedRun
 from tests.cli.sweep_helpers import due_times
 
 POISSON = process_of("poisson")
@@ -77,6 +79,9 @@ def test_due_times_of_a_file(tmp_path: Path) -> None:
     assert process.own_rate == 1.0
     # After its end the file begins again, a mean gap later.
     assert due_times(process, 9.0, 6, 0) == [0.5, 0.5, 2.5, 3.5, 3.5, 5.5]
+    # A clock's times are waited for no longer than a mean gap.
+    file.write_text("1764406421.5\n1764406422.5\n1764406425.5\n")
+    assert due_times(process_of(str(file)), 9.0, 3, 0) == [2.0, 3.0, 6.0]
 
 
 @pytest.mark.parametrize(
@@ -88,11 +93,11 @@ def test_due_times_of_a_file(tmp_path: Path) -> None:
         ),
         ("gamma:0", "the shape of gamma is a number from 0.001 on, got '0'"),
         ("gamma:x", "got 'x'"),
-        ("one\n", ":1: a time in seconds, not before the last, is due"),
-        ("2\n1\n", ":2:"),
+        ("one\n", ":1: expected seconds from 0 on, got 'one'"),
+        ("2.5\n\n 1\n", ":3: expected seconds from 2.5 on, got '1'"),
         ("nan\n2\n", ":1:"),
-        ("1\n", "fewer than two times"),
-        ("1\n1\n", "fewer than two times"),
+        ("1\n", "fewer than two different times"),
+        ("1\n1\n", "fewer than two different times"),
     ],
 )
 def test_what_is_no_process(text: str, told: str, tmp_path: Path) -> None:
@@ -168,6 +173,8 @@ def test_an_interval_by_hand() -> None:
     assert mean_interval(means[:7]) is None
     # All good, or all but one: about as wide as for independent requests.
     assert share_interval([True] * 16) == pytest.approx([16 / (16 + reach**2), 1.0], abs=1e-3)
+    for count in range(16, 200):  # rounding may not take the share out of its interval
+        assert (share_interval([True] * count) or [])[1] == 1.0
     found = share_interval([True] * 99 + [False])
     assert (
         found is not None and abs(found[0] - ends(0.99, 100, reach)[0]) < 5e-3 and found[1] > 0.997
@@ -320,8 +327,16 @@ def test_a_stream_goes_on_until_the_measured_are_answered() -> None:
         one.answered(request.index)
     assert seen == [20, *range(10)] and one.is_over
     late = stream(10)
+    indices = [request.index for request in islice(late, 35)]
+    assert indices == list(range(20, 55)), "nothing is answered, so that the queue is not full"
+    late.answered(22)
     indices = [request.index for request in late]
-    assert indices == [*range(20, 30), *range(20)], "as many before and after at most"
+    assert indices == list(range(20)), "as many before and after at most, from the first answer on"
+    late = stream(10)
+    for place, request in enumerate(islice(late, 10)):
+        if place == 4:
+            late.answered(request.index)
+    assert next(iter(late)).index == 0, "as many before at most"
     assert [r.index for r in stream(10, "inf")] == list(range(10)), "nothing but the measured"
 
 
@@ -443,6 +458,37 @@ def test_the_best_at_a_rate(
     assert (found.draft is None) == (not k)
     if k is None:
         assert "overloaded" in found.reason and "3" in found.reason
+
+
+def told(levels: tuple[int, ...], overloaded: tuple[int, ...] = ()) -> list[str]:
+    """What a report says about one rate, and about two rates with these points."""
+    times = {k: wave(float(level)) for k, level in zip((0, 2, 4), levels, strict=True)}
+    points, samples = points_of(times, {}, overloaded=overloaded)
+    best = {"4": best_at_rate(points, samples)}
+    summary = SweepSummary.model_construct(best_by_request_rate=best, best_by_batch_size={})
+    where = Path(), False, tuple(points), {"d": "a draft"}, summary
+    run = ReportedRun(*where, False, {}, "", {}, True, ())
+    found = best_by_batch_size(run)
+    return [answer(run, found[0]), headline(run, found * 2), headline(run, [*found * 2, NO_RATE])]
+
+
+NO_RATE = Finding(points_of({0: wave(100.0)}, {})[0][0], None)
+
+
+def test_a_report_knows_what_is_overloaded() -> None:
+    one, two, three = told((100, 70, 50))
+    assert one.startswith("Recommended at 4 requests/s: k = 4 with a draft, 2.00× the speed of")
+    assert "at every request rate: k = 4 with a draft, 2.00× to 2.00× the speed of plain" in two
+    assert "at every request rate with a result: k = 4" in three
+    one, two, _ = told((100, 70, 50), overloaded=(0, 4))
+    assert one == "Recommended at 4 requests/s: k = 2 with a draft."
+    assert two == "Recommended at every request rate: k = 2 with a draft."
+    (one, two, three) = told((100, 70, 50), overloaded=(2, 4))
+    assert one.endswith("plain decoding is fastest. Every point with proposals is overloaded.")
+    assert two == "No speculation: plain decoding is fastest at every request rate."
+    assert three == two.replace("rate.", "rate with a result.")
+    one, *_ = told((100, 50, 50))
+    assert "k = 2" in one and one.endswith("Statistically tied: k = 4.")
 
 
 def test_crossover() -> None:

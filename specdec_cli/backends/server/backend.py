@@ -15,7 +15,7 @@ from specdec_cli import __version__
 from specdec_cli.backends.base import Prepared, Session
 from specdec_cli.backends.server import times
 from specdec_cli.backends.server.client import Limits
-from specdec_cli.backends.server.detect import look_at
+from specdec_cli.backends.server.detect import KeyWantedError, look_at
 from specdec_cli.backends.server.dialects import ServerFacts
 from specdec_cli.backends.server.flags import command_of, model_words
 from specdec_cli.backends.server.process import HOST, NotUpError, Process, free_port
@@ -115,6 +115,8 @@ class ServerBackend:
                 facts = self._line.run(lambda http: look_at(http, url, engine.served_model, 0.0))
                 told(f"{name} is up after {time.monotonic() - began:.0f} s")
                 return facts
+            except KeyWantedError:
+                raise
             except SetupError as problem:
                 waited = time.monotonic() - began
                 if waited > engine.start_timeout_s:

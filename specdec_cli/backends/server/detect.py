@@ -18,6 +18,10 @@ from specdec_cli.text import one_line
 _UNREACHED = "check that it is up, its host and its port; sweep-k --serve vllm starts one by itself"
 
 
+class KeyWantedError(SetupError):
+    """The server refuses requests without its key, and waiting does not help."""
+
+
 def address(text: str, option: str) -> str:
     """Return the base address of a server, without /v1. Raises `UsageError` if `text` is not an
     HTTP address, or holds a user or a password. option: the option to name in the message."""
@@ -52,7 +56,7 @@ async def look_at(
     await _healthy(http, url, patience_s)
     status, models = await _json(http, url, "/v1/models")
     if status in (401, 403):
-        raise SetupError(
+        raise KeyWantedError(
             f"the server at {url} requires a key (HTTP {status})", "set OPENAI_API_KEY to its key"
         )
     listed = models.get("data") if isinstance(models, Mapping) else None
@@ -143,7 +147,8 @@ async def _healthy(http: aiohttp.ClientSession, url: str, patience_s: float) -> 
             raise SetupError(
                 f"the server at {url} is not healthy after {patience_s:g} s "
                 f"(engine.start_timeout_s): {told}",
-                "its log says what it waits for; --set engine.start_timeout_s=600 waits longer",
+                "its log says what it waits for; "
+                f"--set engine.start_timeout_s={2 * patience_s:g} waits longer",
             )
         await asyncio.sleep(times.LOOK_S)
 

@@ -66,11 +66,13 @@ def _times_in(path: Path) -> tuple[float, ...]:
             due = math.nan
         if due is None:
             continue
-        if not (math.isfinite(due) and due >= (times[-1] if times else 0.0)):
-            raise ValueError(f"{path}:{number}: a time in seconds, not before the last, is due")
+        earliest = times[-1] if times else 0.0
+        if not (math.isfinite(due) and due >= earliest):
+            told = f"expected seconds from {earliest:.15g} on, got {line.strip()!r}"
+            raise ValueError(f"{path}:{number}: {told}")
         times.append(due)
     if len(times) < 2 or times[0] == times[-1]:
-        raise ValueError(f"{path} has fewer than two times")
+        raise ValueError(f"{path} has fewer than two different times")
     return tuple(times)
 
 
@@ -78,7 +80,8 @@ def gaps(process: Process, rate: Rate, seed: int, stream: int) -> Iterator[float
     """Yield the seconds between requests, endlessly. stream: `MEASURED` or `BEFORE`.
 
     PCG64 is keyed by seed, rate and stream. So the gaps are the same at every k and for every
-    engine, and longer sequences start with the shorter ones.
+    engine, and longer sequences start with the shorter ones. The first request of a file comes at
+    most a mean gap after the start.
     """
     if rate == "inf":
         yield from cycle([0.0])
@@ -87,7 +90,7 @@ def gaps(process: Process, rate: Rate, seed: int, stream: int) -> Iterator[float
     elif process.kind == "file":
         times = process.times
         mean = (times[-1] - times[0]) / (len(times) - 1)
-        yield times[0]
+        yield min(times[0], mean)  # clocks begin anywhere
         yield from cycle([*(after - before for before, after in pairwise(times)), mean])
     else:
         key = int(np.float64(rate).view(np.uint64))

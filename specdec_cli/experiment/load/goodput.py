@@ -103,7 +103,8 @@ def share_interval(met: Sequence[bool], crowding: float = 0.0) -> list[float] | 
     size = count * alone / variance if alone else float(count)
     reach = student(freedom)
     low, _ = _wilson(share / (1 + _MISSED * crowding**2), size, reach)
-    return [low, _wilson(share, size, (_UPPER - _LESS * crowding) * reach)[1]]
+    _, high = _wilson(share, size, (_UPPER - _LESS * crowding) * reach)
+    return [low, max(share, high)]  # rounding takes the end of a share of 1 below 1
 
 
 def _wilson(share: float, size: float, reach: float) -> tuple[float, float]:

@@ -151,9 +151,9 @@ class Stream:
     The measured requests have numbers from 0. Requests after them have the next numbers, and
     requests before them have the last numbers. Earlier requests arrive until those that were under
     way at the first answer are all answered, so that the queue is full. Their number is at least a
-    tenth of that of the measured requests, and at most as large. Then the measured requests arrive,
-    at due times that are the same in every stream of a rate. After them at most as many requests
-    arrive again, until all measured ones are answered.
+    tenth of that of the measured requests, and at most as large, unless even the first answer takes
+    longer. Then the measured requests arrive, at due times that are the same in every stream of a
+    rate. After them at most as many requests arrive again, until all measured ones are answered.
 
     due: seconds after the start, by the number of the request. done: the times of answers on
     `time.perf_counter`, by the same number.
@@ -191,8 +191,11 @@ class Stream:
         if self.rate != "inf":
             before = gaps(self.process, self.rate, self.seed, BEFORE)
             fewest = -(-whole // _BEFORE)
-            for place, gap in enumerate(islice(before, whole)):
-                if place >= fewest and self._first is not None and self._first <= self.done.keys():
+            for place, gap in enumerate(before):
+                is_full = self._first is not None and (
+                    place >= whole or self._first <= self.done.keys()
+                )
+                if place >= fewest and is_full:
                     break
                 at += gap
                 yield self._request(2 * whole + place, place, at)

@@ -256,7 +256,7 @@ def _reason(
         return f"no speculation at {where}: by {by} {told}"
     gain = f"{chosen.point.speedup:.2f}x as fast as k = 0" if chosen.point.speedup else ""
     if plain is None:
-        gain = "if k = 0 cannot keep up or was not measured"
+        gain = "since k = 0 cannot keep up or was not measured"
     told = f"k = {k} at {where} by {by}, {gain}"
     return told if chosen is leader else f"{told}, tied with k = {leader.point.k}"
 
