@@ -137,6 +137,7 @@ def test_a_comparison_concludes_nothing_from_impossible_pairs(plain_ms: float) -
     assert all((p.impossible_speedup is not None) == is_wrong for p in points)
     assert all((p.speedup_vs_equal_tp is None) == is_wrong for p in points)
     assert (best.k is None) == is_wrong
+    assert best.as_dict().keys() >= {"k", "significant", "verdict", "needed", "speedup"}
     assert ("nothing was compared: the times were disturbed" in best.reason) == is_wrong
 
 

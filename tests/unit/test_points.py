@@ -110,6 +110,8 @@ def test_a_sweep_in_which_nothing_was_compared_concludes_nothing(status: str, to
     assert best.reason.startswith("nothing was compared with k = 0: ") and told in best.reason
     alone = recommend([plain], measured_gains([plain], samples), seed=0)
     assert alone.k == 0
+    missing = set(alone.as_dict()) - set(best.as_dict())
+    assert missing == set()  # a script finds every key, whatever the sweep has shown
 
 
 @pytest.mark.parametrize("code", list(ExitCode))

@@ -75,7 +75,16 @@ def best_of(
             f"nothing was compared: {DISTURBED_BEYOND}" if proposing else "no pair was measured"
         )
         return BestPair(
-            target_tp=None, draft_tp=None, k=None, tied=[], reason=reason, verdict="inconclusive"
+            target_tp=None,
+            draft_tp=None,
+            k=None,
+            tied=[],
+            reason=reason,
+            significant=False,
+            verdict="inconclusive",
+            needed=None,
+            decode_tokens_per_second=None,
+            speedup=None,
         )
     best = max(candidates, key=_speed_of)
     # Speeds are computed over the prompts that all pairs have.

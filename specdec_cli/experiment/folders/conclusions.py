@@ -84,6 +84,13 @@ class Best(Record):
     needed: Needed | None = None
     per_category: dict[Name, "Best"] = Field(default_factory=dict)
 
+    @classmethod
+    def none(cls, reason: str, **more: Any) -> "Best":
+        """The record if no point can be named. It has the keys of any other, as null or empty."""
+        values: dict[str, Any] = {"k": None, "draft": None, "speedup": None, "fastest": None}
+        values |= {"tied": [], "tied_points": [], "significant": False, "needed": None}
+        return cls.model_validate({**values, "reason": reason, "verdict": None, **more})
+
 
 class Crossover(Record):
     """The rates between which the recommendation changes. below: the largest rate at which some k >

@@ -217,7 +217,7 @@ def best_at_rate(points: Sequence[Point], samples: Mapping[Key, Samples]) -> Bes
         told = f"nothing was measured at {where}"
         if speeds:
             told = f"every k is overloaded at {where}: {max(speeds):.3g} answers a second at most"
-        return Best(k=None, draft=None, tied=[], reason=told, by=by)
+        return Best.none(told, by=by)
     good = max(found, key=lambda one: sum(one.met))
     tied = [one for one in found if not good.is_better(one)]
     leader = min(tied, key=lambda one: sum(one.times))

@@ -28,8 +28,7 @@ def recommend(
     """
     candidates = list(gains.points)
     if not candidates:
-        why = gains.why_none
-        return Best(k=None, draft=None, tied=[], reason=why, verdict="inconclusive")
+        return Best.none(gains.why_none, verdict="inconclusive")
     choice = choose([gains.of(p) for p in candidates], seed)
     tied = [candidates[i] for i in choice.tied]
     fastest = candidates[choice.best]
