@@ -26,6 +26,11 @@ class Tokenizer(Decoder, Protocol):
         """The id and the text of the tokenizer's own end token."""
         return None
 
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """The texts of tokens that mark a text's structure, such as `<|im_start|>`."""
+        return frozenset()
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def render(

@@ -69,20 +69,23 @@ def warnings_of_job(job: Job, chat: str) -> list[Notice]:
         found.append(Notice("rounded_cache", told, {"dtype": kind}))
     first = tuple(tokenizer.encode("")[:1])
     pairs = zip(job.prompts, job.token_ids, strict=True)
-    texts = [ids for prompt, ids in pairs if prompt.token_ids is None and prompt.messages is None]
-    twice = sum(bool(first) and ids[:2] == first * 2 for ids in texts)
+    plain = [pair for pair in pairs if pair[0].token_ids is None and pair[0].messages is None]
+    twice = sum(bool(first) and ids[:2] == first * 2 for _, ids in plain)
     if twice:
         told = (
             f"{twice} of {count} prompts begin with the model's first token, and get it twice: "
             "leave it out of the text, or give messages and let --chat write it"
         )
         found.append(Notice("first_token_twice", told, {"prompts": twice, "num_prompts": count}))
-    if chat == "auto" and len(texts) > twice and tokenizer.has_template:
+    # A text that begins with a special token is the output of a template already.
+    marks = tuple(tokenizer.special_tokens)
+    without = sum(not (prompt.text or "").startswith(marks) for prompt, _ in plain)
+    if chat == "auto" and without and tokenizer.has_template:
         told = (
-            f"the target has a chat template, and {len(texts)} of {count} prompts go to it "
+            f"the target has a chat template, and {without} of {count} prompts go to it "
             "without: pass --chat to use it, or --no-chat if plain text is meant"
         )
-        evidence = {"without": len(texts), "num_prompts": count}
+        evidence = {"without": without, "num_prompts": count}
         found.append(Notice("no_chat_template", told, evidence))
     given = [p.template for p in job.prompts if p.messages is not None and p.template]
     counts = Counter(name for template in given for name in tokenizer.unread(template))

@@ -167,11 +167,16 @@ class PretrainedTokenizer:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         return vocabulary
 
-    def finding(self, texts: Sequence[str]) -> Decoder:
+    @property
+    def special_tokens(self) -> frozenset[str]:
         """See `core.detokenize.Tokenizer`."""
         added = self._tokenizer.added_tokens_decoder.values()
         names = {*self._tokenizer.all_special_tokens, *(t.content for t in added if t.special)}
-        if not any(name in text for name in names for text in texts):
+        return frozenset(filter(None, names))
+
+    def finding(self, texts: Sequence[str]) -> Decoder:
+        """See `core.detokenize.Tokenizer`."""
+        if not any(name in text for name in self.special_tokens for text in texts):
             return self
         verbatim = copy(self)
         verbatim._skips = False

@@ -318,6 +318,19 @@ def test_a_first_token_that_comes_twice(has_template: bool, run: Run, tmp_path: 
     codes = {w["code"]: w["evidence"] for w in mixed.document["warnings"]}
     assert codes["first_token_twice"]["prompts"] == 2
     assert ("no_chat_template" in codes) == has_template
+    if has_template:
+        assert codes["no_chat_template"] == {"without": 1, "num_prompts": 3}
+
+
+def test_rendered_prompts_are_not_sent_to_a_template(run: Run, tmp_path: Path) -> None:
+    """As those of models that write no first token, such as Qwen's, begin with `<|im_start|>`."""
+    model = chat_model(tmp_path / "m", CHAT_TEMPLATE)
+    settings = json.loads((model / "tokenizer.json").read_text())
+    (model / "tokenizer.json").write_text(json.dumps({**settings, "post_processor": None}))
+    for text, is_told in (("<|endoftext|>user x", False), ("see <|endoftext|>", True)):
+        result = run("--target", model, "--prompt", text, *FEW)
+        codes = [w["code"] for w in result.document["warnings"]]
+        assert ("no_chat_template" in codes, "first_token_twice" in codes) == (is_told, False)
 
 
 def test_unused_keys_are_told(run: Run, tmp_path: Path, lines: Any) -> None:
