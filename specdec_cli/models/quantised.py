@@ -306,8 +306,8 @@ def read_stored(name: str, fields: Fields, model: str) -> Stored:
         raise _damaged(f"{told} is quantised, and {no_scales(name, fields.codes)}")
     kind = KINDS[storage.kind].codes
     if codes.dim() < 2 or codes.dtype != kind:
-        theirs = f"the scales of a matrix of {str(kind).removeprefix('torch.')}"
-        raise _damaged(f"{told} is {_said(codes)}, but has {theirs}")
+        wanted = str(kind).removeprefix("torch.")
+        raise _damaged(f"{told} is {_said(codes)}, but its scales are for a matrix of {wanted}")
     if codes.dtype == torch.float8_e4m3fn and _has_nan(codes):
         raise _damaged(f"{told} has codes that are not numbers (NaN)")
     scales = fields.scales[name]()

@@ -197,7 +197,7 @@ def test_a_users_own_files_are_left_alone(run: Run, tmp_path: Path) -> None:
         refused(
             run("--prompt", "x", *SHORT, "-o", folder),
             2,
-            f"{re.escape(str(folder / name))} was not written by a run, and would be replaced",
+            f"{re.escape(str(folder / name))} was not written by a run, and would be overwritten",
         )
         assert [f.name for f in folder.iterdir()] == [name]
         assert (folder / name).read_text() == "mine"

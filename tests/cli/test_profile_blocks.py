@@ -405,7 +405,7 @@ def test_a_recipe_of_ones_own_is_not_replaced(
     refused = profile(
         capsys, str(own), "--estimate", "--device-memory", "24GiB", "-o", str(tmp_path)
     )
-    assert refused.code == 2 and "would be replaced" in refused.err
+    assert refused.code == 2 and "would be overwritten" in refused.err
     assert own.read_text() == text and not (tmp_path / "summary.json").exists()
     kept = tmp_path / "run"
     for length in ("2", "3"):

@@ -210,7 +210,7 @@ NAMED = "model.layers.1.mlp.up_proj.weight"
             "scales of shape [7, 2]; with blocks of 16 x 32 they are [8, 2]",
         ),
         ("", lambda t: t[:, :-1].clone(), "has shape [128, 62]"),
-        ("", lambda t: t.char(), "is int8 of [128, 32], but has the scales of a matrix of int16"),
+        ("", lambda t: t.char(), "is int8 of [128, 32], but its scales are for a matrix of int16"),
     ],
 )
 @pytest.mark.parametrize("size", [1, 2])

@@ -382,7 +382,7 @@ def test_a_server_of_texts_alone_needs_its_k(capsys: pytest.CaptureFixture[str])
         assert told.code == 2 and "--k" in told.err and server.url in told.err
         for words in (("--top-k", "5"), ("--set", "sampling.suppress_tokens=[3]")):
             code, told = _told(capsys, *urls(server), "--k", "3", *words)
-            assert code == 2 and "does not take it" in told and server.url in told
+            assert code == 2 and "does not accept it" in told and server.url in told
         found = swept(capsys, *urls(server), "--baseline-server", plain.url, "--k", "3")
     assert gain(point(found, 3)) > 0
     assert point(found, 3)["metrics"]["mean_acceptance_length"] is None

@@ -80,7 +80,7 @@ MALFORMED: dict[str, tuple[str | bytes, int, str]] = {
     "block-size": (GOOD + "cache: {block_size: 0}\n", 2, "greater than or equal to 1"),
     "repeats": (GOOD + "run: {repeats: 0}\n", 2, "greater than or equal to 1"),
     "ngram-order": (GOOD + "speculation: {ngram_max: 2, ngram_min: 3}\n", 2, "at most ngram_max (2)"),
-    "synthetic-alone": (PAIR + "speculation: {acceptance: synthetic}\n", 3, "needs one of"),
+    "synthetic-alone": (PAIR + "speculation: {acceptance: synthetic}\n", 3, "needs exactly one of"),
     "rates-short": (PAIR + "speculation: {acceptance: synthetic, synthetic_acceptance_rates: [0.5]}\n", 3, "(5) rates, has 1"),
     "rates-rise": (PAIR + "speculation: {synthetic_acceptance_rates: [0.5, 0.6]}\n", 3, "should not rise"),
     "rates-range": (PAIR + "speculation: {synthetic_acceptance_rates: [1.5]}\n", 3, "less than or equal to 1"),
@@ -163,7 +163,7 @@ MALFORMED: dict[str, tuple[str | bytes, int, str]] = {
     "limit-zero": (GOOD + "data: {path: p, limit: 0}\n", 2, "greater than or equal to 1, not 0"),
     "data-text": (GOOD + "data: prompts.txt\n", 2, 'data: should be a section of keys, not "prompts.txt"'),
     # Values that contradict each other
-    "rates-and-length": (PAIR + "speculation: {acceptance: synthetic, synthetic_acceptance_rates: [1, 1, 1, 1, 1], synthetic_acceptance_length: 2}\n", 3, "needs one of"),
+    "rates-and-length": (PAIR + "speculation: {acceptance: synthetic, synthetic_acceptance_rates: [1, 1, 1, 1, 1], synthetic_acceptance_length: 2}\n", 3, "needs exactly one of"),
     "rates-nan": (PAIR + "speculation: {synthetic_acceptance_rates: [0.5, .nan]}\n", 3, "rates[1]: should be a finite number"),
     "rates-negative": (PAIR + "speculation: {synthetic_acceptance_rates: [0.5, -0.1]}\n", 3, "rates[1]: should be greater than or equal to 0"),
     "rates-number": (PAIR + "speculation: {synthetic_acceptance_rates: 0.5}\n", 3, "should be a list, not 0.5"),

@@ -246,6 +246,6 @@ def _refuse_unsent(facts: ServerFacts, recipe: Recipe) -> None:
     for name in unsent:
         if getattr(recipe.sampling, name) != fields[name].default:
             raise UsageError(
-                f"sampling.{name}: the server at {facts.url} ({facts.kind}) does not take it",
+                f"sampling.{name}: the server at {facts.url} ({facts.kind}) does not accept it",
                 f"leave sampling.{name} out",
             )

@@ -103,7 +103,7 @@ class RunFolder:
     def _not_ours(self, name: str) -> UsageError:
         self.close()
         return UsageError(
-            f"{self.path / name} was not written by a run, and would be replaced",
+            f"{self.path / name} was not written by a run, and would be overwritten",
             "name another folder with -o, or move that file away",
         )
 

@@ -37,8 +37,8 @@ def _check(keys: SyntheticKeys, k: int) -> None:
     if (rates is None) == (length is None):
         raise PydanticCustomError(
             "synthetic",
-            "acceptance: synthetic needs one of synthetic_acceptance_rates and "
-            "synthetic_acceptance_length",
+            "acceptance: synthetic needs exactly one of synthetic_acceptance_rates "
+            "and synthetic_acceptance_length",
             {"key": "acceptance"},
         )
     if rates is not None and len(rates) < k:
