@@ -13,7 +13,7 @@ import pytest
 
 from specdec_cli.core.figures import Rate
 from specdec_cli.core.types import Request
-from specdec_cli.experiment.folders.conclusions import Best, SweepSummary
+from specdec_cli.experiment.folders.conclusions import Best, Crossover, SweepSummary
 from specdec_cli.experiment.folders.records import Key, Point, Sample, Stretch
 from specdec_cli.experiment.load.arrivals import (
     BEFORE,
@@ -458,6 +458,23 @@ def test_the_best_at_a_rate(
     assert (found.draft is None) == (not k)
     if k is None:
         assert "overloaded" in found.reason and "3" in found.reason
+
+
+def test_without_k_0_nothing_is_recommended() -> None:
+    found = best_at_rate(*points_of({2: wave(100.0), 4: wave(50.0)}, {}))
+    assert (found.k, found.tied, found.verdict, found.significant) == (
+        4,
+        [4],
+        "inconclusive",
+        False,
+    )
+    assert "no k = 0 to compare with" in found.reason
+    assert crossover({4.0: found}) == Crossover(below=None, above=None)
+    times = {0: wave(100.0), 2: wave(70.0), 4: wave(50.0)}
+    found = best_at_rate(*points_of(times, {}, overloaded=(0,)))
+    assert (found.k, found.verdict, found.significant) == (4, "use", True)
+    assert "since k = 0 cannot keep up" in found.reason
+    assert crossover({4.0: found}) == Crossover(below=4.0, above=None)
 
 
 def told(levels: tuple[int, ...], overloaded: tuple[int, ...] = ()) -> list[str]:

@@ -203,8 +203,8 @@ def best_at_rate(points: Sequence[Point], samples: Mapping[Key, Samples]) -> Bes
 
     If there are objectives, goodput decides. Points that are tied with the best are then compared
     by latency; among those still tied, the smallest k is chosen. A k > 0 is recommended only if
-    goodput or latency is better than at k = 0 beyond chance, or if k = 0 has no result. Overloaded
-    points are never recommended.
+    goodput or latency is better than at k = 0 beyond chance, or if k = 0 is overloaded. Overloaded
+    points are never recommended. If k = 0 was not measured, the best k is only a guess.
     """
     rate = points[0].request_rate
     assert rate is not None
@@ -231,40 +231,42 @@ def best_at_rate(points: Sequence[Point], samples: Mapping[Key, Samples]) -> Bes
     ]
     is_plain = any(one.point.k == 0 for one in own) or not paying
     chosen = min(own if is_plain else paying, key=lambda one: one.point.k)
-    has_blocks = bool(blocks(len(leader.times)))
+    lacks = "" if blocks(len(leader.times)) else "too few requests for an interval"
+    if not lacks and not any(p.k == 0 and p.load is not None for p in points):
+        lacks = "there is no k = 0 to compare with"
     return Best(
         k=chosen.point.k,
         draft=chosen.point.draft if chosen.point.k else None,
         tied=sorted({one.point.k for one in own}),
-        reason=_reason(chosen, leader, plain, where, by, has_blocks=has_blocks),
+        reason=_reason(chosen, leader, plain, where, by, lacks),
         by=by,
         speedup=chosen.point.speedup,
-        significant=bool(chosen.point.k) and has_blocks,
-        verdict=("use" if chosen.point.k else "none") if has_blocks else "inconclusive",
+        significant=bool(chosen.point.k) and not lacks,
+        verdict="inconclusive" if lacks else "use" if chosen.point.k else "none",
     )
 
 
 def _reason(
-    chosen: Scored, leader: Scored, plain: Scored | None, where: str, by: str, *, has_blocks: bool
+    chosen: Scored, leader: Scored, plain: Scored | None, where: str, by: str, lacks: str
 ) -> str:
     k = chosen.point.k
-    if not has_blocks:
-        return f"k = {k} at {where}: too few requests for an interval, so nothing is shown"
+    if lacks:
+        return f"k = {k} at {where}: {lacks}, so nothing is shown"
     if k == 0:
         best = leader.point.k
         told = "no k is better" if best == 0 else f"k = {best} is not better beyond chance"
         return f"no speculation at {where}: by {by} {told}"
     gain = f"{chosen.point.speedup:.2f}x as fast as k = 0" if chosen.point.speedup else ""
     if plain is None:
-        gain = "since k = 0 cannot keep up or was not measured"
+        gain = "since k = 0 cannot keep up"
     told = f"k = {k} at {where} by {by}, {gain}"
     return told if chosen is leader else f"{told}, tied with k = {leader.point.k}"
 
 
 def crossover(best: Mapping[Rate, Best]) -> Crossover:
     """Find the largest rate at which some k > 0 is recommended, and the smallest rate at which k =
-    0 is recommended."""
-    known = {rate: one.k for rate, one in best.items() if rate != "inf" and one.k is not None}
-    speculating = [rate for rate, k in known.items() if k]
-    plain = [rate for rate, k in known.items() if not k]
+    0 is recommended. A k > 0 without a k = 0 to compare with is no recommendation."""
+    known = {rate: one for rate, one in best.items() if rate != "inf" and one.k is not None}
+    speculating = [r for r, one in known.items() if one.k and one.verdict != "inconclusive"]
+    plain = [rate for rate, one in known.items() if not one.k]
     return Crossover(below=max(speculating, default=None), above=min(plain, default=None))
