@@ -75,8 +75,11 @@ class UsageError(SpecdecError):
 
 
 class OtherSettings(UsageError):
-    """The run in the output folder has different settings. about: given the keys that the user
-    typed, makes the same error with these keys named first."""
+    """The run in the output folder has different settings.
+
+    about: a function that takes the keys that the user typed and returns the same error, but with
+        differences in those keys first in its message.
+    """
 
     def __init__(
         self, message: str, hint: str, about: Callable[[Collection[str]], UsageError]
@@ -113,7 +116,8 @@ class RunError(SpecdecError):
 def is_out_of_memory(error: Exception) -> bool:
     """Return True if the host or a device ran out of memory.
 
-    This includes errors that follow from it, such as the failed end of a CUDA graph capture.
+    This includes errors raised while an out-of-memory error was handled: for example, ending a CUDA
+    graph capture fails after an allocation in it has failed.
     """
     if isinstance(error, MemoryError):
         return True

@@ -1,4 +1,4 @@
-"""The sequences of a run, from their arrival to their end. Only this module appends to a
+"""Tracks the sequences of a run from arrival to finish. Only this module appends tokens to a
 sequence."""
 
 from collections.abc import Iterator
@@ -17,10 +17,13 @@ from specdec_cli.lengths.base import LastRounds
 class Run:
     """The state of one run over a list of prompts. `Engine.step` advances it.
 
-    k: the maximum proposal length. eos_ids: the ids that end a sequence. by_slots: rounds for each
-    number of slots, in ascending order. rounds: the rounds in use. to_come: future requests in the
-    order of their arrival, taken one at a time. refused: sequences that cannot run, kept until they
-    are reported.
+    k: the maximum number of proposals per round.
+    eos_ids: the token ids that end a sequence.
+    by_slots: one `Rounds` for each available number of slots, in ascending order.
+    rounds: the entry of `by_slots` that is in use.
+    to_come: requests that have not arrived yet, in order of arrival. They are read one at a time,
+        as needed.
+    refused: sequences that cannot run, kept until they are reported.
     """
 
     k: int
@@ -43,8 +46,9 @@ class Run:
         return next(r for r in self.by_slots if r.num_slots >= count)
 
     def look_ahead(self, place: int) -> bool:
-        """Return whether there are more than `place` pending requests. Take requests from `to_come`
-        if needed."""
+        """Return whether there are more than `place` pending requests, that is, whether
+        `pending[place]` exists. To find out, move requests from `to_come` to the pending ones as
+        needed."""
         pending = self.scheduler.pending
         while len(pending) <= place and (request := next(self.to_come, None)) is not None:
             self.add(request, is_here=False)
@@ -84,8 +88,8 @@ class Run:
                 seq.admitted_at, seq.queued_seconds = now, now - seq.arrived_at
 
     def load(self) -> None:
-        """Put the running sequences into slots, including tokens that prefill has decided but the
-        host has not read yet."""
+        """Reserve blocks for the running sequences and assign the sequences to slots. If prefill
+        has drawn tokens that the host has not read yet, append those tokens on the device."""
         drawn = self.prefill.drawn
         if drawn is not None:
             self.scheduler.extend_ahead(1)
@@ -97,7 +101,7 @@ class Run:
 
     def take(self, decided: list[tuple[Sequence, int]]) -> list[Emission]:
         """Append the tokens that prefill passes decided. Each token counts as a round without
-        proposals, but the pass does not count in the time of rounds."""
+        proposals, but the time of the prefill pass is not added to the time spent in rounds."""
         ended_at = self.prefill.ended_at
         self.rounds.begin_after(ended_at)
         check_finite([token for _, token in decided])
@@ -107,8 +111,9 @@ class Run:
         return [self.append(seq, [token], 0, ended_at) for seq, token in decided]
 
     def apply(self, done: Outcome, live: list[int]) -> list[Emission]:
-        """Append a round's tokens to the sequences in the `live` slots, update the lengths of both
-        caches, and add up times and counts."""
+        """Append a round's tokens to the sequences in the `live` slots, update how many tokens the
+        target's and the draft's caches hold, and add the round's time and counts to each sequence's
+        totals."""
         self.last.trials.append([(done.lens[b], done.accepted[b]) for b in live])
         emissions, proposer = [], self.prefill.proposer
         for seq, k, accepted, row in (
@@ -136,8 +141,12 @@ class Run:
         return emissions
 
     def append(self, seq: Sequence, tokens: list[int], accepted: int, at: float) -> Emission:
-        """Append tokens to a sequence, then finish it or trim its blocks. accepted: how many of the
-        tokens were proposals. at: when the host read them, in seconds on its clock."""
+        """Append tokens to a sequence. Then finish the sequence if they end it; otherwise trim its
+        blocks.
+
+        accepted: how many of the tokens were proposals.
+        at: when the host read the tokens, in seconds on the host's clock.
+        """
         keep = self._finish_reason(seq, tokens)
         seq.tokens.extend(tokens[:keep])
         seq.first_token_at = seq.first_token_at or at
@@ -145,8 +154,8 @@ class Run:
             seq.finished_at = at
             self.scheduler.finish(seq)
             if seq.finish_reason == "stop" and self.rounds.in_flight:
-                # The device does not know of stop strings. Stop the slot there, because other
-                # sequences may now get this sequence's blocks.
+                # The device does not check stop strings, so it would continue this sequence. Stop
+                # its slot on the device, because other sequences may now get its blocks.
                 self.rounds.stop(seq)
         elif not self.rounds.runs_ahead:
             self.scheduler.trim(seq)
@@ -168,7 +177,9 @@ class Run:
 
 
 def check_finite(counts: list[int]) -> None:
-    """Raise `RunError` if any count is negative: such counts mark logits that are not finite."""
+    """Raise `RunError` if any value is negative. The device writes a negative value in place of a
+    token or a count if the logits are not finite: -1 for the target's logits, -2 for the
+    draft's."""
     if (worst := min(counts, default=0)) < 0:
         raise RunError(
             f"the {'draft' if worst == -2 else 'target'} produced logits that are not finite "

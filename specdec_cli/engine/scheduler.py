@@ -12,7 +12,7 @@ from specdec_cli.core.types import Sequence
 
 
 class Scheduler:
-    """Admits sequences, reserves blocks for them, and preempts them, with one allocator.
+    """Admits sequences, reserves cache blocks for them, and preempts them when blocks run out.
 
     Deadlocks cannot occur: `add` refuses a sequence that could not run alone, and the oldest
     running sequence always advances.
@@ -36,8 +36,9 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
 
     def add(self, seq: Sequence, *, is_here: bool = True) -> None:
-        """Queue a sequence, or keep it until `arrive` if it is not here yet. Raises ValueError if
-        the cache is too small for it even alone."""
+        """Queue a sequence, or hold it until `arrive` if it has not arrived yet (`is_here` is
+        False). Raises ValueError if the cache is too small for the sequence even when it runs
+        alone."""
         need = self.allocator.blocks_for(self._most(seq))
         if need > self.allocator.num_usable:
             raise ValueError(
@@ -148,9 +149,10 @@ class Scheduler:
         return length
 
     def _most(self, seq: Sequence) -> int:
-        """Return the maximum number of tokens for which the sequence ever needs cache blocks. The
-        last token's keys and values are never needed, and the last round with proposals starts two
-        tokens before the end."""
+        """Return the maximum number of tokens for which the sequence ever needs cache blocks. Keys
+        and values of its last token are never needed. The last round with proposals starts when two
+        tokens are missing; if the proposer writes positions ahead of the text (`ahead`), that round
+        may need more blocks than the text itself."""
         length = seq.max_tokens - 1
         if self.ahead:
             length = max(length, min(length - 1 + self.ahead, self.draft_max_len))
@@ -161,8 +163,8 @@ class Scheduler:
         return self.allocator.blocks_for(length) + len(self.running)
 
     def _length_ahead(self, seq: Sequence, ahead: int) -> int:
-        """Return the maximum number of tokens for which the sequence may need cache blocks in a
-        round that starts when it is up to `ahead` tokens longer."""
+        """Return the maximum number of tokens for which the sequence may need cache blocks in its
+        next round, if by then it has grown by up to `ahead` tokens that the host has not read."""
         n = len(seq.tokens)
         return max(n, min(n + ahead + max(self.k, self.ahead), self._most(seq)))
 

@@ -1,5 +1,5 @@
-"""Writes files so that a crash leaves them complete, and turns disk errors into messages. Imports
-no torch."""
+"""Writes files so that a crash never leaves one half written, and turns disk errors into messages.
+Does not import torch."""
 
 import os
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def refuse_special_files(folder: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that a crash leaves the old or the new content."""
+    """Write a file so that after a crash it has either the old or the new content."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.unlink(missing_ok=True)  # opening a pipe would wait for its other end

@@ -1,8 +1,9 @@
-"""Estimates the duration of a sweep or a comparison before anything is loaded.
+"""Estimates how long a sweep or a comparison will take, before any weights are loaded.
 
-A pass reads the weights once, multiplies each token with them, and starts the work of each layer.
-The speeds of reading and multiplying are measured on this device now; the time to start a layer is
-a round figure. Drafts that are loaded in turn are not taken into account.
+A forward pass is assumed to read the weights once, to compute matmuls for each token, and to take a
+fixed time per layer. The speeds of reading and of matmuls are measured on this device when the
+estimate is made. The time per layer is a constant. If several drafts take turns in memory, the time
+to load them again is not included.
 """
 
 import time
@@ -22,20 +23,21 @@ from specdec_cli.experiment.sweep.time_curve import curve_parts
 from specdec_cli.models.draft import Draft
 from specdec_cli.models.held import held_bytes
 
-# Seconds that a layer takes in addition to reading weights and computing matmuls: in a captured
-# round (measured on an H200 with 135M, 1B and 8B: 10 to 12 microseconds), on the host of a GPU, and
-# on a CPU.
+# Seconds per layer in addition to reading weights and computing matmuls: if the round is a captured
+# CUDA graph (measured on an H200 with models of 135M, 1B and 8B parameters: 10 to 12 microseconds),
+# if the host launches each kernel on the GPU, and on a CPU.
 _LAYER_CAPTURED, _LAYER_LAUNCHED, _LAYER_CPU = 11e-6, 250e-6, 250e-6
-# Seconds of one all-reduce, of which each layer has two: on GPUs (docs/performance.md), and between
-# processes over gloo on one host (0.3 to 0.8 milliseconds on two busy cores).
+# Seconds per all-reduce: between GPUs (docs/performance.md), and between processes on one host over
+# gloo (measured on two busy cores: 0.3 to 0.8 milliseconds). Each layer has two all-reduces.
 _SUM_CUDA, _SUM_CPU = 6e-6, 400e-6
-# The chance that a proposal is accepted if all proposals before it are: for drafts and for n-grams.
+# Assumed probability that a proposal is accepted, given that all earlier proposals of its round
+# were accepted: for draft models, and for methods without one, such as n-grams.
 _ACCEPTED, _ACCEPTED_WITHOUT_DRAFT = 0.7, 0.55
-_START_CPU, _START_CUDA = 3.0, 30.0  # seconds until the first pass, without reading weights
+_START_CPU, _START_CUDA = 3.0, 30.0  # seconds from start to first pass, except loading weights
 _LOAD = 1e9  # bytes of weights loaded per second
 _PROBE_BYTES, _PROBE_SIDE, _PROBES = 64 * 2**20, 512, 3
-# The usual factor between an estimate and a run; the runs are in `docs/sweep.md` and
-# `docs/compare-tp.md`.
+# Real durations usually differ from the estimate by no more than this factor. The runs that show
+# it are in `docs/sweep.md` and `docs/compare-tp.md`.
 _OFTEN_OFF_BY = 2.0
 
 
@@ -49,7 +51,8 @@ class Speeds:
 
 
 def own_plan(job: Job) -> Plan:
-    """The plan of a job, which must be for our own engine, where model sizes are known."""
+    """Return a job's plan. The job must use our own engine, because the sizes of a server's models
+    are not known."""
     assert isinstance(job.plan.own, Plan), "other engines have no estimate"
     return job.plan.own
 
@@ -68,7 +71,7 @@ def speeds_of(device: torch.device, dtype: torch.dtype) -> Speeds:
 
 
 def _fastest(run: Callable[[], object], device: torch.device) -> float:
-    """The shortest time of several calls of `run`, in seconds."""
+    """Call `run` several times and return the shortest duration, in seconds."""
     times = []
     for _ in range(1 + _PROBES):  # the first call warms up
         started = time.perf_counter()
@@ -81,9 +84,14 @@ def _fastest(run: Callable[[], object], device: torch.device) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The sizes of a model. always: the bytes that each pass reads. experts: the bytes of all
-    experts. share: the share of the experts that a token chooses. parameters: the number of
-    parameters used for each token."""
+    """The sizes of a model that determine the time of a pass.
+
+    always: the bytes of weights that each pass reads.
+    experts: the bytes of all experts; 0 for a dense model.
+    share: the fraction of the experts that one token is routed to.
+    parameters: how many parameters one token uses.
+    layers: the number of layers.
+    """
 
     always: float
     experts: float
@@ -99,8 +107,8 @@ class _Shape:
 class DurationEstimate:
     """Estimates how many seconds the runs of one job take.
 
-    degrees: the numbers of ranks over which the target and the draft are split, if the job's plan
-    describes whole models; (1, 1) if it describes the parts on one rank.
+    degrees: the tensor-parallel degrees of the target and of the draft, if the job's plan describes
+        whole models. (1, 1) if the plan already describes the shards of one rank.
     """
 
     job: Job
@@ -109,7 +117,7 @@ class DurationEstimate:
     _shapes: dict[str, _Shape] = field(default_factory=dict, init=False)
 
     def pass_seconds(self, model: Draft, tokens: int) -> float:
-        """The seconds that a model needs for a pass over `tokens` tokens."""
+        """Estimate how many seconds a model needs for a forward pass over `tokens` tokens."""
         role = model.spec.role
         shape = self._shapes[role] = self._shapes.get(role) or _shape_of(model)
         products = 2 * shape.parameters * tokens / self.speeds.operations
@@ -131,7 +139,7 @@ class DurationEstimate:
         return self._plan.device.type == "cuda"
 
     def round_seconds(self, key: Key) -> float:
-        """The seconds that one round of a full batch takes."""
+        """Estimate how many seconds one round of a full batch takes."""
         plan, batch = self._plan, min(key.batch_size, len(self.job.prompts))
         found = self.pass_seconds(plan.target, batch * (key.k + 1))
         if key.k and plan.draft is not None:
@@ -140,8 +148,8 @@ class DurationEstimate:
         return found
 
     def tokens_a_round(self, k: int) -> float:
-        """The tokens per round, computed from the recipe's acceptance rates or, without them, from
-        a guess."""
+        """Estimate how many tokens a round adds to a sequence. This uses the recipe's synthetic
+        acceptance rates if it has any, and otherwise an assumed acceptance rate."""
         speculation = self._plan.recipe.speculation
         if (rates := speculation.synthetic_acceptance_rates) is not None:
             return 1 + sum(rates[:k])
@@ -149,8 +157,8 @@ class DurationEstimate:
         return (1 - chance ** (k + 1)) / (1 - chance)
 
     def run_seconds(self, key: Key, num_prompts: int, params: SamplingParams) -> float:
-        """The seconds that one run of the first prompts at a point takes if all texts reach their
-        maximum length."""
+        """Estimate how many seconds one run of the first `num_prompts` prompts at a point takes if
+        all texts reach their maximum length."""
         plan, lengths = self._plan, self.job.token_ids[:num_prompts]
         prefill = sum(self.pass_seconds(plan.target, max(1, len(ids))) for ids in lengths)
         if key.k and plan.draft is not None:
@@ -161,8 +169,11 @@ class DurationEstimate:
         return prefill + rounds / min(key.batch_size, num_prompts) * self.round_seconds(key)
 
     def point_seconds(self, key: Key, num_prompts: int, most_warm_up: int | None = None) -> float:
-        """The seconds that a point's warm-up and repeats take. most_warm_up: the maximum number of
-        new tokens in the warm-up."""
+        """Estimate how many seconds the warm-ups and repeats of a point take.
+
+        most_warm_up: the maximum number of new tokens per prompt in a warm-up; None for no other
+            limit than that of the run.
+        """
         run, params = self._plan.recipe.run, self._plan.params
         most = min(most_warm_up or params.max_new_tokens, params.max_new_tokens)
         first = min(key.batch_size, num_prompts)
@@ -197,12 +208,15 @@ def total_seconds(
     has_curve: bool = False,
     most_warm_up: int | None = None,
 ) -> float:
-    """The seconds that measuring all points takes. Each pair of degrees has its own ranks, which
-    load both models. has_curve: whether a time curve is measured too. most_warm_up: as for
-    `point_seconds`."""
+    """Estimate how many seconds it takes to measure all points. For each pair of degrees, new ranks
+    are started, which load both models.
+
+    has_curve: whether a time curve is measured too.
+    most_warm_up: as for `point_seconds`.
+    """
     plans = [own_plan(job) for job in jobs.values()]
     speeds = speeds_of(plans[0].device, plans[0].target.dtype)
-    # The time until the first pass: each model is loaded once.
+    # Each start takes a fixed time, and loads each model once.
     models = {m.spec.name: m.weight_bytes for plan in plans for m in plan.models}
     start = _START_CUDA if plans[0].device.type == "cuda" else _START_CPU
     found = (start + sum(models.values()) / _LOAD) * len({Pair.of(key) for key in jobs})
@@ -217,8 +231,11 @@ def total_seconds(
 
 
 def estimated(jobs: Mapping[Key, Job], **more: Any) -> tuple[str, dict[str, Any]]:
-    """Return a line about the run's duration for a dry run, and the document's fields about it.
-    more: arguments of `total_seconds`."""
+    """Estimate the run's duration. Return a line of text about it for a dry run, and the fields
+    that the document gets.
+
+    more: keyword arguments of `total_seconds`.
+    """
     seconds = total_seconds(jobs, **more)
     line = (
         f"time: about {in_words(seconds)}, usually right within a factor of {_OFTEN_OFF_BY:g}; "
@@ -229,7 +246,7 @@ def estimated(jobs: Mapping[Key, Job], **more: Any) -> tuple[str, dict[str, Any]
 
 
 def in_words(seconds: float) -> str:
-    """Format a duration in words: `40 s`, `12 min` or `3.5 h`."""
+    """Format a duration with a fitting unit: `40 s`, `12 min` or `3.5 h`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,2 +1,2 @@
-"""`specdec compare-tp`: measures every pair of a target TP and a draft TP, each in its own
-ranks."""
+"""`specdec compare-tp`: measures every pair of a target TP degree and a draft TP degree. Each pair
+is measured by its own set of rank processes."""

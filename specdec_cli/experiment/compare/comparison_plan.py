@@ -1,6 +1,6 @@
-"""The plan of a comparison, from a recipe to checked pairs.
+"""Plans a comparison: checks the recipe and finds the pairs of TP degrees to measure.
 
-Loads no weights and starts no ranks.
+Planning loads no weights and starts no ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,9 +34,11 @@ from specdec_cli.recipe.choices.registry import weights_from
 class ComparisonPlan:
     """A checked comparison.
 
-    recipe: the resolved recipe, with the first pair and batch size. job: the prompts, and both
-    models planned for one rank. skips: the pairs that will not run. notices, own_prompts: as in
-    `SweepPlan`.
+    recipe: the resolved recipe, with the degrees of the first legal pair and the first batch size
+        filled in.
+    job: the prompts, and both models planned for a single rank.
+    skips: the pairs that will not run, each with the reason.
+    notices, own_prompts: as in `SweepPlan`.
     """
 
     recipe: Recipe
@@ -71,9 +73,14 @@ def plan_comparison(
     batches: int | None,
     permissions: Permissions,
 ) -> ComparisonPlan:
-    """Plan a comparison: check it, tokenise the prompts and find the pairs that can run. degrees:
-    the target TPs and the draft TPs. Raises `UsageError` if no pair is legal, `SetupError` if every
-    legal pair needs more GPUs than this machine has, and the errors of `generation.tokenised`."""
+    """Plan a comparison: check the recipe, tokenise the prompts and find the pairs that can run.
+
+    degrees: the target TPs and the draft TPs.
+    batches: as in `ComparisonSettings`.
+
+    Raises `UsageError` if no pair is legal, `SetupError` if every legal pair needs more GPUs than
+    this machine has, and the errors of `generation.tokenised`.
+    """
     if recipe.draft is None or weights_from(recipe.speculation.method) != "draft":
         raise UsageError(
             "compare-tp needs a draft model: its degrees are compared",
@@ -108,7 +115,8 @@ def plan_comparison(
     )
     num_gpus = torch.cuda.device_count() if job.plan.device.type == "cuda" else None
     skips = skips_of(settings, job, num_gpus)
-    # The recipe in the folder gets the first legal pair and batch size, so that it can run.
+    # A recipe has one pair and one batch size. Fill in the first legal pair and the first batch
+    # size, so that users can run the folder's recipe as it is.
     first = next(pair for pair in settings.pairs if pair not in skips or not skips[pair].expected)
     kept = dated(with_degrees(recipe, first).changed("run", batch_size=batch_sizes[0]), job)
     notices = [*prompts.notices, *warnings_of_job(job, prompts.chat)]
@@ -158,8 +166,9 @@ def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> di
 
 
 def _draft_at(own: Plan, part: TensorParallel) -> Draft:
-    """Describe the draft at a different degree. A head borrowed from the target is split like the
-    target."""
+    """Describe the draft at another tensor-parallel degree. If the draft shares the target's
+    `lm_head`, the target is described at this degree too, so that the shared head is split in the
+    same way."""
     assert own.draft is not None
     if "lm_head" in own.draft.shared:
         own = replace(own, target=describe(own.target.spec, own.device, part))
@@ -178,7 +187,7 @@ def _cannot_split(described: Callable[[TensorParallel], object], size: int) -> s
 
 
 def warnings_of(plan: ComparisonPlan) -> list[Notice]:
-    """Warnings for readers of the results."""
+    """Collect the warnings that readers of the results need."""
     found = []
     is_dummy = bool(plan.job.plan.random_roles)
     if is_dummy and not plan.settings.has_given_acceptance:
@@ -201,7 +210,7 @@ def warnings_of(plan: ComparisonPlan) -> list[Notice]:
 
 
 def describe_plan(plan: ComparisonPlan, warnings: Sequence[Notice]) -> dict[str, Any]:
-    """Build the document of `--dry-run`; its `text` is for people."""
+    """Build the document that `--dry-run` prints. Its `text` field is the human-readable form."""
     s, run = plan.settings, plan.recipe.run
     prompts = ", ".join(f"{s.num_prompts(b)} at batch size {b}" for b in s.batch_sizes)
     pairs, listed = [], []

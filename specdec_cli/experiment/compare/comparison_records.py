@@ -1,6 +1,7 @@
-"""The settings and records of a comparison, which is a sweep whose points have two degrees.
+"""The settings and records of a comparison. A comparison is stored like a sweep, but its points
+also have a target TP and a draft TP.
 
-Points are computed from the run folder alone.
+The points of measured pairs are computed only from records in the run folder.
 """
 
 from collections import Counter
@@ -24,8 +25,10 @@ from specdec_cli.text import digest
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """The reason why a pair is not run. expected: whether no machine could run the pair, so that
-    its absence is not a failure."""
+    """The reason why a pair is not run.
+
+    expected: True if no machine could run the pair; then its absence does not count as a failure.
+    """
 
     reason: str
     expected: bool
@@ -33,8 +36,10 @@ class Skip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonSettings(RunSettings):
-    """The settings of a comparison. batches: the largest number of batches of prompts at each batch
-    size; None for all prompts."""
+    """The settings of a comparison.
+
+    batches: at each batch size, decode at most this many batches of prompts; None for all prompts.
+    """
 
     kind, mark = "comparison of compare-tp", "target_tps"
     draft: str
@@ -61,16 +66,17 @@ class ComparisonSettings(RunSettings):
             yield from sorted(own, key=lambda p: (p.draft_tp != target_tp, p.draft_tp))
 
     def num_prompts(self, batch_size: int) -> int:
-        """The number of prompts, counted from the first, to decode at a batch size."""
+        """Return how many prompts to decode at a batch size. They are the first ones of the prompt
+        set."""
         count = int(self.prompts["count"])
         return count if self.batches is None else min(count, self.batches * batch_size)
 
     def key(self, pair: Pair, batch_size: int, k: int) -> Key:
-        """The key of the samples that a pair's ranks write at proposal length `k`."""
+        """Return the key of a pair's samples at a batch size and proposal length `k`."""
         return Key(self.draft, batch_size, k, pair.target_tp, pair.draft_tp)
 
     def keys(self, pair: Pair, batch_size: int) -> list[Key]:
-        """The two keys of a pair's samples: at k = 0, and at the comparison's k."""
+        """Return the two keys of a pair's samples: at k = 0, and at the comparison's k."""
         return [self.key(pair, batch_size, k) for k in (0, self.k)]
 
     def misfit(self, record: Record) -> str | None:
@@ -90,9 +96,14 @@ _OF_REPEATS = (
 
 @dataclass(slots=True)
 class ComparisonRecords:
-    """The records of a comparison, and the reasons why some pairs have none. skips: the pairs that
-    are not run. failures: the failures in this run of the command, by pair and batch size. points:
-    the points as last computed."""
+    """The records of a comparison, and the reasons why some pairs have none.
+
+    skips: the pairs that are not run, each with the reason.
+    kept: the records of the run folder.
+    failures: the failures since this command started, by pair and batch size. They are not stored,
+        so a resumed run tries again.
+    points: the result of the last `update_points` or `load`.
+    """
 
     settings: ComparisonSettings
     skips: Mapping[Pair, Skip]
@@ -117,7 +128,7 @@ class ComparisonRecords:
         return found
 
     def open_sizes(self, pair: Pair) -> list[int]:
-        """The batch sizes at which a pair is not fully measured."""
+        """Return the batch sizes at which a pair is not fully measured."""
         return [b for b in self.settings.batch_sizes if not self.is_complete(pair, b)]
 
     def is_open(self, pairs: Iterable[Pair]) -> bool:
@@ -137,7 +148,8 @@ class ComparisonRecords:
         return [point for point in self.points if self.kept.add_point(point)]
 
     def _points(self) -> list[Point]:
-        """The points of all pairs and of their plain decoding: measured, failed or skipped."""
+        """Compute the points of all pairs, and of plain decoding at each target TP. A point was
+        measured, failed or was skipped; pairs that are still to be measured have none."""
         found: list[Point | None] = []
         for target_tp in self.settings.target_tps:
             pairs = [p for p in self.settings.pairs if p.target_tp == target_tp]
@@ -170,8 +182,9 @@ class ComparisonRecords:
         return point.model_copy(update=update)
 
     def _plain(self, target_tp: int, batch_size: int) -> Point | None:
-        """The point at k = 0 for a target TP. All pairs with this TP measure it, and their
-        measurements count as repeats."""
+        """Compute the point at k = 0 for a target TP, or return None if it is not measured yet.
+        Plain decoding does not use the draft, so the measurements of all pairs with this target TP
+        count as repeats of one point."""
         # A pair with an illegal draft TP does not count as a failure of plain decoding.
         pairs = [p for p in self.settings.pairs if p.target_tp == target_tp and p.divides]
         complete = [p for p in pairs if self.is_complete(p, batch_size)]
@@ -190,7 +203,8 @@ class ComparisonRecords:
         return self.failures.get((pair, batch_size))
 
     def _blocks(self, pairs: Iterable[Pair]) -> dict[str, Any]:
-        """Return the block counts of the pair with the smallest cache."""
+        """Return the block counts of the pair with the smallest cache; None for each count if no
+        cache is known."""
         known = [self.kept.facts[pair] for pair in pairs if pair in self.kept.facts]
         least = min(known, key=lambda fact: fact.num_blocks, default=None)
         return {name: getattr(least, name, None) for name in ("num_blocks", "blocks_per_rank")}
@@ -218,9 +232,10 @@ def point_of(key: Key, own: Samples, plain: Samples, failure: Failure | None, se
 
 
 def merge_repeats(worlds: Sequence[Samples]) -> dict[int, Sample]:
-    """Merge the samples of one point from several worlds, as if they were repeats.
+    """Merge the samples of one point that several sets of ranks measured, as if they were repeats
+    of one run.
 
-    A prompt counts as run if it ran in any world.
+    worlds: for each set of ranks, its samples. A prompt counts as run if it ran in any of them.
     """
     merged: dict[int, Sample] = {}
     for samples in worlds:
@@ -240,8 +255,8 @@ def merge_repeats(worlds: Sequence[Samples]) -> dict[int, Sample]:
 
 
 def _joined(ours: Any, theirs: Any) -> Any:
-    """Join the values of our repeats and theirs, by stage or part; None if either side has no
-    values."""
+    """Append the other side's values, one per repeat, to ours. Dicts are joined key by key. Return
+    None if either side has no values."""
     if ours is None or theirs is None:
         return None
     if isinstance(ours, dict):

@@ -1,6 +1,6 @@
 """The parent process of a comparison: it starts the ranks of one pair after another.
 
-If a pair's ranks fail, only that pair has failed.
+If the ranks of one pair fail, the parent records the failure and goes on with the next pair.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,11 @@ def run_pairs(
     program: Sequence[str],
     watcher: Watcher,
 ) -> None:
-    """Measure every pair that is not recorded yet. program: the module that a rank runs and its
-    arguments; the number of ranks, the device and the timeout are appended."""
+    """Measure every pair that is not recorded yet.
+
+    program: the module that each rank runs, and its arguments. This function appends the number of
+        ranks, the device and the timeout.
+    """
     records.kept.folder = folder
     records.update_points()
     for pair in plan.to_run:
@@ -68,9 +71,10 @@ def run_pairs(
 
 
 def _take_over(folder: RunFolder, records: ComparisonRecords) -> None:
-    """Read the records written by a pair's ranks. Killed ranks may have left an incomplete line.
+    """Reload the records after the ranks of a pair have ended. First cut off incomplete lines,
+    which ranks that were killed may have left.
 
-    Raises `LostRecords` if records of earlier pairs are missing.
+    Raises `LostRecords` if records that were there before are missing.
     """
     earlier = records.counts
     folder.mend()
@@ -96,7 +100,7 @@ def conclusion(
 ) -> tuple[dict[str, Any], ExitCode]:
     """Build the document of `compare-tp --json` and summary.json, and choose the exit code.
 
-    where: the document's environment.
+    where: the description of the environment to put into the document.
     """
     kept = records.kept
     seen = [Notice.read(one) for facts in kept.facts.values() for one in facts.warnings]
@@ -129,8 +133,11 @@ def conclusion(
 
 
 def code_of(records: ComparisonRecords, tokens: Tokens) -> ExitCode:
-    """Return the exit code of a comparison. A skipped pair makes it partial, unless no machine
-    could run the pair. tokens: the document's `tokens`."""
+    """Choose the exit code of a comparison. A skipped pair makes it `ExitCode.PARTIAL`, unless no
+    machine could run that pair.
+
+    tokens: the `tokens` field of the document.
+    """
     return exit_code(
         records.points,
         records.kept.samples.values(),

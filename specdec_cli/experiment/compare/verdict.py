@@ -24,16 +24,17 @@ from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed
 
 Verdict = dict[str, Any]
 
-_NOTABLE = 0.1  # smaller shares of the difference between two rounds are not mentioned
+_NOTABLE = 0.1  # stages with a smaller share of the whole difference are not mentioned
 _ALIKE = 1e-6  # milliseconds; smaller differences are rounding
 _SAME = 0.01  # smaller relative differences in tokens per round are not mentioned
 
 
 def verdict_of(records: ComparisonRecords, disturbed: Sequence[Notice] = ()) -> Verdict:
-    """Compute the part of the document that is about all points together.
+    """Compute the fields of the document that summarise all points: the best pairs, where they
+    change, and whether tokens are equal.
 
-    disturbed: signs that something disturbed the times; if there are any, nothing is called
-    significant.
+    disturbed: signs that something disturbed the times; if there are any, no difference is called
+        significant.
     """
     settings = records.settings
     sizes = settings.batch_sizes
@@ -59,11 +60,12 @@ def best_of(
     disturbed: Sequence[Notice] = (),
 ) -> BestPair:
     """Find the fastest pair at a batch size among some target TPs, the pairs tied with it, and the
-    stage that decides.
+    stage of a round in which it saves the most time.
 
-    Speeds are compared on the same prompts. A pair is tied if its 95 % interval over prompts does
-    not separate it from the best; variation between starts of the ranks is not included. A deciding
-    stage is given only if nothing disturbed the times and stages differ beyond their intervals.
+    Speeds are compared on the same prompts. A pair is tied if the 95 % interval over prompts does
+    not show that it is slower than the best. The interval does not include the variation between
+    starts of the ranks. A stage is named only if nothing disturbed the times and the interval of
+    its difference does not contain 0.
     """
     chosen, settings = set(target_tps), records.settings
     at = [p for p in records.points if p.is_ok and p.batch_size == batch_size]
@@ -87,7 +89,7 @@ def best_of(
             speedup=None,
         )
     best = max(candidates, key=_speed_of)
-    # Speeds are computed over the prompts that all pairs have.
+    # Compare speeds only on prompts that ran in all pairs.
     own = [records.of(Pair.of(p), batch_size, settings.k) for p in candidates]
     common = sorted(set.intersection(*(set(without_errors(samples)) for samples in own)))
     tied: list[Point] = []
@@ -129,7 +131,7 @@ def best_of(
 
 
 def _against_plain(records: ComparisonRecords, best: Point, plain: Point | None) -> SumRatio | None:
-    """The speed of a pair divided by that of the fastest plain decoding, which may be at another
+    """Divide the speed of a pair by that of the fastest plain decoding, which may be at another
     target TP."""
     settings, size = records.settings, best.batch_size
     pairs = [Pair.of(best)]
@@ -141,15 +143,16 @@ def _against_plain(records: ComparisonRecords, best: Point, plain: Point | None)
 
 
 def _seconds(records: ComparisonRecords, points: Iterable[Point]) -> float:
-    """The seconds that some pairs spent in rounds, including rounds at k = 0 on the same ranks."""
+    """Add up the seconds that the pairs of these points spent in rounds, including the rounds at
+    k = 0 on the same ranks."""
     taken = (records.of(Pair.of(p), p.batch_size, k).values() for p in points for k in (0, p.k))
     return sum(sum(sample.decode_seconds) for samples in taken for sample in samples)
 
 
 def _differing(records: ComparisonRecords, best: Point, rival: Point) -> dict[str, float]:
-    """Return the milliseconds per round that the best pair saves in each stage whose difference is
-    beyond chance, by its 95 % interval over prompts. `host` is the part of a round outside all
-    stages."""
+    """Return how many milliseconds per round the best pair saves in each stage. Leave out stages
+    whose difference may be chance: those whose 95 % interval over prompts contains 0. `host` is the
+    part of a round outside all stages."""
     ours, theirs = (
         without_errors(records.of(Pair.of(p), p.batch_size, p.k)) for p in (best, rival)
     )
@@ -167,7 +170,8 @@ def _differing(records: ComparisonRecords, best: Point, rival: Point) -> dict[st
 
 
 def _stage_ms(sample: Sample, stage: str) -> float:
-    """The milliseconds that a stage takes per round of a prompt, averaged over repeats."""
+    """Return the mean time in milliseconds that a stage takes per round of this prompt, over all
+    repeats."""
     rounds = max(sum(sample.round_share), 1e-9)
     if stage == "host":
         spent = 1e3 * sum(sample.decode_seconds) - sum(map(sum, sample.stage_ms.values()))
@@ -217,7 +221,8 @@ def _name(point: Point) -> str:
 
 
 def _against(best: Point, rival: Point, differing: Mapping[str, float]) -> str:
-    """Compare the best pair in words with the next best pair at its target TP, stage by stage."""
+    """Describe how the best pair's round differs from that of the next best pair at the same target
+    TP, stage by stage."""
     ours, theirs = _metrics(best), _metrics(rival)
     name = f"draft TP {rival.draft_tp}"
     faster = _round_ms(theirs) - _round_ms(ours)
@@ -241,14 +246,16 @@ def _against(best: Point, rival: Point, differing: Mapping[str, float]) -> str:
 
 
 def _difference(milliseconds: float) -> str:
-    """Describe a stage's difference in words. It is positive if the best pair takes less time."""
+    """Format a saving as text, such as `0.40 ms less`. A positive number means that the best pair
+    takes less time."""
     return f"{abs(milliseconds):.2f} ms {'less' if milliseconds >= 0 else 'more'}"
 
 
 def _flips(target_tp: int, row: Mapping[int, BestPair]) -> list[dict[str, Any]]:
-    """List the batch sizes at which the best draft TP of a target TP changes.
+    """List the batch sizes at which the best draft TP for a target TP changes.
 
-    is_tied: whether the previous best is still tied at that size.
+    row: the best pair by batch size.
+    In the result, `is_tied` tells whether the previous best draft TP is tied with the new one.
     """
     known = [(b, best) for b, best in sorted(row.items()) if best.draft_tp is not None]
     return [
@@ -265,8 +272,8 @@ def _flips(target_tp: int, row: Mapping[int, BestPair]) -> list[dict[str, Any]]:
 
 
 def summary_lines(verdict: Verdict) -> list[str]:
-    """The findings in words: the best pair by batch size, then the best draft TP of each target
-    TP."""
+    """Format the verdict as lines of text: the best pair for each batch size, then the best draft
+    TP for each target TP."""
     overall: Mapping[str, BestPair] = verdict["best_by_batch_size"]
     lines = [_line(size, best, overall) for size, best in overall.items()]
     for target_tp, row in verdict["best_by_target_tp"].items():
@@ -292,8 +299,8 @@ def _line(size: str, best: BestPair, sizes: Mapping[str, BestPair]) -> str:
 
 
 def _degrees_line(target_tp: str, row: Mapping[str, BestPair]) -> str:
-    """Describe the best degrees in words: `at target TP 4 the best draft TP is 1 (tied: 2) at batch
-    size 1, 8; 4 at batch size 32`."""
+    """Format the best draft TPs for a target TP as a line, such as `at target TP 4 the best draft
+    TP is 1 (tied: 2) at batch size 1, 8; 4 at batch size 32`."""
     parts = []
 
     def degree_of(item: tuple[str, BestPair]) -> str:
@@ -308,7 +315,7 @@ def _degrees_line(target_tp: str, row: Mapping[str, BestPair]) -> str:
 
 
 def tokens_of(records: ComparisonRecords) -> Tokens:
-    """The document's `tokens`: whether all pairs generated the same tokens."""
+    """Compute the document's `tokens` field: whether all pairs generated the same tokens."""
     settings = records.settings
     keys = (
         settings.keys(pair, batch_size)

@@ -28,16 +28,19 @@ from specdec_cli.launch.world import World
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 
-# The maximum number of tokens in a warm-up, whose first round captures CUDA graphs and compiles
-# kernels.
+# A warm-up generates at most this many tokens per prompt. A few rounds are enough, because the
+# first one already captures CUDA graphs and compiles kernels.
 WARM_UP_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class PairTask:
-    """The task of a pair's ranks. recipe: the comparison's recipe; the pair's degrees replace those
-    in it. batch_sizes: the batch sizes still to measure. warnings: the warnings about the machine
-    from earlier ranks of the pair."""
+    """The task that the parent sends to the ranks of one pair.
+
+    recipe: the comparison's recipe; its degrees are replaced by those of `pair`.
+    batch_sizes: the batch sizes that are still to be measured.
+    warnings: warnings about the machine from ranks that measured this pair earlier.
+    """
 
     pair: Pair
     settings: ComparisonSettings
@@ -50,16 +53,17 @@ class PairTask:
 
 
 def with_degrees(recipe: Recipe, pair: Pair) -> Recipe:
-    """The recipe with the degrees of one pair. The recipe must have a draft."""
+    """Return the recipe with the degrees of one pair. The recipe must have a draft."""
     of_target = recipe.changed("target", tensor_parallel_size=pair.target_tp)
     return of_target.changed("draft", tensor_parallel_size=pair.draft_tp)
 
 
 def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> None:
-    """Measure a pair. Every rank of `world`, which holds the target's ranks, calls this.
+    """Measure a pair. Every rank of `world` calls this; the world is as large as the target's
+    degree.
 
-    on_point: called on rank 0 after each batch size, once for k = 0 and once for the comparison's
-    k.
+    on_point: called on rank 0 after each batch size with two points: the one at k = 0, and the one
+        at the comparison's k.
     """
     began = time.perf_counter()
     for file in task.permissions.plugins:
@@ -86,7 +90,8 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
     watch = MachineWatch(planned.device, local_world_size())
     for batch_size in task.batch_sizes:
         chosen = job.part(0, task.settings.num_prompts(batch_size))
-        # The new session has already captured its CUDA graphs for the largest batch.
+        # Opening the session captured CUDA graphs for the largest batch size, for which `resized`
+        # returns the same session. For other batch sizes it returns one that captures its own.
         sized = session.resized(batch_size)
         samples = _measure_size(world, task, chosen, sized, folder, watch)
         warnings = _warnings(task.pair, planned.own.parallel.gather_objects(watch.notices()))
@@ -146,9 +151,10 @@ def _warnings(pair: Pair, by_rank: Sequence[Sequence[Notice]]) -> list[dict[str,
 
 
 def _blocks_per_rank(planned: Plan, held: int) -> list[int]:
-    """The number of KV blocks that would fit on each rank beside the models. held: the number of
-    allocated blocks. The engine allocates the same number on every rank: as many as fit on the rank
-    with the least free memory, but no more than the run can use."""
+    """Return, for each rank, how many KV blocks would fit into its memory beside the models. This
+    differs from `held`, the number of allocated blocks, because the engine allocates the same
+    number on every rank: as many as fit on the rank with the least free memory, but no more than
+    the run can use."""
     cache, block = planned.recipe.cache, sum(block_bytes_of(planned))
     if planned.device.type == "cuda":
         fits = held + max(0, room_now(planned.device, cache)) // block

@@ -1,1 +1,1 @@
-"""Run folders: their records, settings and files, written, resumed and read."""
+"""Creates, resumes and reads run folders, with their settings, records and other files."""

@@ -1,6 +1,7 @@
-"""The records of a run's conclusions, as in summary.json and the documents of `--json`.
+"""Record classes for the conclusions of a run, as found in summary.json and in the documents that
+`--json` prints.
 
-Imports no torch.
+Does not import torch.
 """
 
 from collections.abc import Mapping
@@ -36,9 +37,13 @@ Verdict = Literal["use", "none", "inconclusive"]
 
 
 class Needed(Record):
-    """The measurement that would settle an undecided verdict. prompts: how many prompts it needs.
-    minutes: how long it takes; None if unknown. at_least: whether too few prompts were measured to
-    estimate that number; then `prompts` is the number needed to estimate it."""
+    """The measurement that would settle an undecided verdict.
+
+    prompts: how many prompts it needs.
+    minutes: how long it takes; None if unknown.
+    at_least: True if too few prompts were measured to estimate how many are needed. Then `prompts`
+        is only the number that such an estimate needs.
+    """
 
     prompts: Count
     minutes: Figure = None
@@ -46,7 +51,8 @@ class Needed(Record):
 
 
 class Arm(Record):
-    """One side of a comparison. Plain decoding has k = 0 and no draft."""
+    """One side of a comparison: a draft and its k. Plain decoding is the side with k = 0 and no
+    draft."""
 
     k: Count
     draft: Name | None
@@ -59,16 +65,20 @@ class Fastest(Arm):
 
 
 class Best(Record):
-    """The recommended point of one batch size, or of one category's prompts: the contract's `best`.
+    """The recommended point for one batch size, or for the prompts of one category. Documents
+    contain it as `best`.
 
-    k: the recommended k; 0 for no speculation, None if nothing could be compared. draft: the
-    recommended draft; None at k = 0. tied: the k of all points with this draft that are tied with
-    the fastest point. tied_points: the tied points of every draft. significant: whether the point
-    is faster than k = 0 beyond chance, in an undisturbed run. verdict: "use" if the point is
-    significant; "none" if, beyond chance, no point gains enough to be worth a draft; "inconclusive"
-    if neither was shown, so that k is only a guess; None if every point at a rate is overloaded or
-    failed. needed: the measurement that would settle the verdict. by: the deciding figure, if
-    requests arrive at a rate.
+    k: the recommended k; 0 for no speculation, None if nothing could be compared.
+    draft: the recommended draft; None at k = 0.
+    tied: each k at which this draft is tied with the fastest point.
+    by: the figure that decided, if requests arrive at a rate; otherwise None.
+    tied_points: the tied points of every draft.
+    significant: whether the point is faster than k = 0 by more than chance explains, in an
+        undisturbed run.
+    verdict: "use" if the point is significant; "none" if it was shown that no point gains enough to
+        be worth a draft; "inconclusive" if neither was shown, so that k is only a guess; None if
+        every point at a rate is overloaded or failed.
+    needed: the measurement that would settle an inconclusive verdict.
     """
 
     k: Count | None
@@ -93,16 +103,19 @@ class Best(Record):
 
 
 class Crossover(Record):
-    """The rates between which the recommendation changes. below: the largest rate at which some k >
-    0 is recommended. above: the smallest rate at which k = 0 is recommended. Either is None if
-    there is no such rate."""
+    """The request rates between which the recommendation changes from speculation to plain
+    decoding.
+
+    below: the largest rate at which some k > 0 is recommended; None if there is none.
+    above: the smallest rate at which k = 0 is recommended; None if there is none.
+    """
 
     below: Rate | None
     above: Rate | None
 
 
 class Degrees(Record):
-    """The degrees of one pair of a comparison."""
+    """The tensor-parallel degrees of the target and of the draft, for one pair of a comparison."""
 
     target_tp: Count
     draft_tp: Count | None
@@ -110,8 +123,12 @@ class Degrees(Record):
 
 class Decision(Record):
     """The stage in which a round of the best pair saves the most time over a round with the next
-    best draft TP. stage: its name, or `host` for the part of a round outside all stages. saved_ms:
-    the milliseconds saved. draft_tp: the next best draft TP."""
+    best draft TP.
+
+    stage: the stage's name, or `host` for the part of a round outside all stages.
+    saved_ms: the milliseconds saved per round.
+    draft_tp: the next best draft TP.
+    """
 
     stage: Name
     saved_ms: float
@@ -119,8 +136,14 @@ class Decision(Record):
 
 
 class BestPair(Record):
-    """The fastest pair of one batch size. target_tp: None if no pair was measured. significant,
-    verdict, needed: as in `Best`, for the speed-up over the fastest plain decoding."""
+    """The fastest pair at one batch size.
+
+    target_tp, draft_tp, k: None if no pair could be compared.
+    tied: the pairs tied with it.
+    significant, verdict, needed: as in `Best`, for the speed-up over the fastest plain decoding.
+    decided_by: the stage that saves the most time over the next best draft TP; None if there is no
+        such stage.
+    """
 
     target_tp: Count | None
     draft_tp: Count | None
@@ -137,10 +160,15 @@ class BestPair(Record):
 
 
 class MemoryCost(Record):
-    """The memory of a draft beside its target, on one rank. Weights are in bytes, and caches in
-    bytes per token. longest_tokens: the maximum length of a sequence in the run. device_bytes: the
-    GPU memory that the recipe lets the run use; None on a CPU. target_tp, draft_tp: the degrees,
-    set in comparisons only, where `draft` is None."""
+    """The memory that a target and its draft need on one rank.
+
+    draft: the draft; None in comparisons.
+    *_weight_bytes: the bytes of a model's weights.
+    *_token_bytes: the cache bytes per token.
+    longest_tokens: the maximum length of a sequence in the run.
+    device_bytes: the GPU memory that the recipe lets the run use; None on a CPU.
+    target_tp, draft_tp: the degrees; set only in comparisons.
+    """
 
     draft: Name | None
     target_weight_bytes: Count
@@ -154,11 +182,12 @@ class MemoryCost(Record):
 
 
 class SpeedRatio(Record):
-    """The figures of a `Comparison`, over all prompts or over those of one category.
+    """The speed of one arm (a draft at one k, or plain decoding) divided by that of another, over
+    all prompts or those of one category.
 
-    num_prompts: the number of prompts that all arms have. speed_ratio: the arm's decoding speed on
-    these prompts, divided by the other arm's; None if one of them has no valid speed-up. tied:
-    whether the interval contains 1; None without an interval.
+    num_prompts: the number of prompts that all arms have; only these are compared.
+    speed_ratio: the ratio of the decoding speeds; None if the speed-up of either arm is not valid.
+    tied: whether the 95 % interval contains 1; None without an interval.
     """
 
     num_prompts: Count
@@ -176,8 +205,11 @@ class SpeedRatio(Record):
 
 
 class Comparison(SpeedRatio):
-    """An entry of a sweep's `comparisons`: one arm against another, each at its fastest k.
-    is_predicted: whether the speeds are predicted."""
+    """An entry of a sweep's `comparisons`: it compares two arms, each at its fastest k.
+
+    arm, against: the two arms. `speed_ratio` is the speed of `arm` divided by that of `against`.
+    is_predicted: whether the speeds are predicted.
+    """
 
     batch_size: Count
     arm: Arm
@@ -222,8 +254,11 @@ class Tokens(Record):
 
 
 class CheckResult(Record):
-    """The result of `--check-lossless`; see `docs/correctness.md`. diverging: each differing text
-    with its point, its index, the position of the first difference, and the logit gap there."""
+    """The result of `--check-lossless`; see `docs/correctness.md`.
+
+    diverging: one entry for each text that differs, with its point, the prompt's index, the
+        position of the first difference, and the logit gap there.
+    """
 
     dtype: Name
     must_be_identical: bool
@@ -260,9 +295,14 @@ class _SweepSection(Record):
 
 
 class Summary(Record):
-    """The parts of summary.json that are read back. All kinds of runs share this record; missing
-    parts are empty. recipe: the resolved recipe. best_by_request_rate: the recommendations, by the
-    rate as text. best_by_target_tp: the best pairs, by target TP and then by batch size."""
+    """The fields of summary.json that specdec reads back. All kinds of runs share this class;
+    fields that a kind does not write are empty.
+
+    recipe: the resolved recipe.
+    best_by_request_rate: the recommendations; the keys are request rates as strings, such as "2.5".
+    best_by_target_tp: the best pairs; the keys are the target TP and then the batch size, as
+        strings.
+    """
 
     recipe: dict[str, Any] = Field(default_factory=dict)
     points: list[Point] = Field(default_factory=list)
@@ -286,13 +326,18 @@ class Summary(Record):
 
 
 class SweepSummary(Summary):
-    """summary.json of a sweep. best_by_batch_size: the recommendations, by the batch size as
-    text."""
+    """The summary.json of a sweep.
+
+    best_by_batch_size: the recommendations; the keys are batch sizes as strings.
+    """
 
     best_by_batch_size: dict[Name, Best] = Field(default_factory=dict)
 
 
 class ComparisonSummary(Summary):
-    """summary.json of a comparison."""
+    """The summary.json of a comparison.
+
+    best_by_batch_size: the best pairs; the keys are batch sizes as strings.
+    """
 
     best_by_batch_size: dict[Name, BestPair] = Field(default_factory=dict)

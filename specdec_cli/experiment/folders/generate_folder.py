@@ -1,4 +1,4 @@
-"""Creates and resumes the run folder of `generate`, and makes the point of the run."""
+"""Creates and resumes the run folder of `generate`, and computes the single point of such a run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,12 @@ class GenerateSettings(RunSettings):
 
 @dataclass(slots=True)
 class Kept:
-    """A run's folder (on rank 0 only), its finished samples, and its warnings."""
+    """An opened run folder and what it contains.
+
+    folder: the folder, on rank 0 only; None on other ranks and if the run has no folder.
+    done: the finished samples by prompt index.
+    notices: the folder's warnings.
+    """
 
     folder: RunFolder | None = None
     done: Mapping[int, Sample] = field(default_factory=dict)
@@ -80,8 +85,10 @@ def open_folder(
 def point_of_run(
     outputs: Sequence[Output], metrics: Metrics, key: Key, of_engine: dict[str, Any]
 ) -> Point:
-    """Make the point of a single run, which has no baseline. of_engine: further fields of the
-    point, for a run on a server."""
+    """Compute the point of a `generate` run. There is no baseline, so its speed-ups are None.
+
+    of_engine: fields of the point that only runs on a server have.
+    """
     why = next((o.error for o in outputs if o.error is not None), None)
     could_run = any(o.error is None for o in outputs)
     return Point(

@@ -1,7 +1,7 @@
 """Reads and writes records as JSON, one object per line.
 
-A file may have been damaged or edited, so every record is checked when it is read. Imports no
-torch.
+Every record is validated when it is read, because a file may have been damaged or edited. Does not
+import torch.
 """
 
 import json
@@ -92,8 +92,10 @@ def checked(found: object, kind: type[R]) -> R | str:
 
 
 def elsewhere(record: Record, known: Mapping[str, Collection[Any]]) -> str | None:
-    """Return a message about the first field with an unknown value, or None if all values are
-    known. known: the possible values of each field, by the field's name."""
+    """Return a message about the first field whose value is not allowed, or None if there is none.
+
+    known: the allowed values by field name. Fields that the record lacks are not checked.
+    """
     for name, values in known.items():
         if (value := getattr(record, name, None)) not in values and hasattr(record, name):
             return f"its {name} is {one_line(str(value))}"
@@ -101,7 +103,7 @@ def elsewhere(record: Record, known: Mapping[str, Collection[Any]]) -> str | Non
 
 
 def described(error: ErrorDetails) -> str:
-    """The message for a validation error."""
+    """Turn a validation error of pydantic into a short message."""
     key = ".".join(one_line(part) for part in error["loc"] if isinstance(part, str))
     match error["type"]:
         case "impossible":

@@ -1,6 +1,6 @@
 """The records that runs write, one JSON object per line.
 
-Measuring, resuming, merging, reports and the JSON documents all use these classes. Imports no
+Measuring, resuming, merging, reports and the JSON documents all use these classes. Does not import
 torch.
 """
 
@@ -27,15 +27,15 @@ from specdec_cli.core.figures import (
     impossible,
 )
 
-_LONGEST = 1e12  # milliseconds, about 30 years
-Time = Annotated[
-    float, Field(ge=0, lt=_LONGEST)
-]  # shares of rounds and mean counts have the same limit
+_LONGEST = 1e12  # as milliseconds, about 30 years
+# A time in milliseconds or seconds. Fields that count rounds or experts use this type too.
+Time = Annotated[float, Field(ge=0, lt=_LONGEST)]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Pair:
-    """The number of the target's ranks, and the number of those ranks that also hold the draft."""
+    """A pair of tensor-parallel degrees: the number of ranks that hold the target, and how many of
+    those ranks also hold the draft."""
 
     target_tp: int
     draft_tp: int
@@ -47,7 +47,8 @@ class Pair:
 
     @classmethod
     def of(cls, found: "Key | Point | Sample | PairFacts") -> "Pair":
-        """The pair of degrees in a record. A draft TP of 0 means k = 0."""
+        """Return the pair of degrees in a record. A degree that the record lacks becomes 0, such as
+        the draft TP at k = 0."""
         return cls(found.target_tp or 0, found.draft_tp or 0)
 
     def __str__(self) -> str:
@@ -56,9 +57,14 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The point that a record belongs to. batch_size: the maximum number of concurrent requests; 0
-    for no limit. target_tp, draft_tp: the degrees of a pair, in comparisons only; points of k = 0
-    have no draft TP. request_rate: the rate at which requests arrive; None for closed batches."""
+    """Identifies the point that a record belongs to.
+
+    batch_size: the maximum number of concurrent requests; 0 for no limit.
+    target_tp, draft_tp: the degrees of a pair, in comparisons only. Points at k = 0 have no draft
+        TP.
+    request_rate: the rate at which requests arrive; None if all requests of a batch wait from the
+        start.
+    """
 
     draft: str | None
     batch_size: int
@@ -73,7 +79,7 @@ class Key:
         return cls(record.draft, record.batch_size, record.k, *others)
 
     def as_dict(self) -> dict[str, Any]:
-        """The key as record fields."""
+        """Return the key as the fields that records have."""
         point = {"draft": self.draft, "batch_size": self.batch_size, "k": self.k}
         others = {n: getattr(self, n) for n in ("target_tp", "draft_tp", "request_rate")}
         return point | given(**others)
@@ -83,34 +89,44 @@ class OfPoint(Record):
     """A record that belongs to a point."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The record as written to the folder. At k = 0 the draft is left out, whichever arm
-        measured it, so that the records of a point name it alike in all files."""
+        """Return the record as written to the folder. At k = 0 the draft is set to None, whichever
+        draft was loaded when the record was measured, so that all files identify the point at k = 0
+        in the same way."""
         found = super().as_dict()
         return found | {"draft": None} if found["k"] == 0 and "draft" in found else found
 
 
 class Sample(OfPoint):
-    """One prompt at one point, a line of samples.jsonl. The contract defines the fields up to
-    `seconds`; the fields after it are there to compute metrics.
+    """The result of one prompt at one point, a line of samples.jsonl. The required output format
+    defines the fields up to `seconds`. The other fields are stored because metrics are computed
+    from them.
 
-    target_tp, draft_tp: the degrees of a pair, in comparisons only. Each list of times has one
-    value per repeat. Summed over all prompts, the shares equal the engine's time, rounds and
-    stages. error: the reason why a prompt could not run, if `finish_reason` is "error".
-    num_tokens_from_prefill: as in `Metrics`; `rounds_without_proposal` includes these tokens, but
-    times and shares of rounds do not. ttft_parts_ms: the parts of `ttft_ms`, one list for each
-    part. distinct_experts: as in `Metrics`, over the prompt's own rounds, one value per repeat;
-    None if experts are not counted.
+    Each list of times has one value per repeat. A round serves a whole batch, so each sample
+    records its share of a round: `decode_seconds`, `round_share` and `stage_ms`, summed over all
+    prompts, give the seconds, rounds and stage times of the engine.
 
-    Only samples from servers have the following fields, because servers count rounds differently.
-    engine: facts about the server. acceptance_histogram: the number of rounds by accepted
-    proposals, if the order of rounds is unknown. counted: the sums of the server's counters over
-    all requests that ran together; only one of these requests has them. num_tokens, text: the
-    number of output tokens and their text, if the server sent no token ids. remarks: codes of
-    warnings.
+    target_tp, draft_tp: the degrees of a pair, in comparisons only.
+    num_tokens_from_prefill: as in `Metrics`. These tokens are included in
+        `rounds_without_proposal`, but not in the shares of rounds and their times.
+    distinct_experts: as in `Metrics`, over the rounds of this prompt; one value per repeat. None if
+        experts are not counted.
+    ttft_parts_ms: the parts of the time to the first token, by name, each with one value per
+        repeat; see `core.types.Sequence`. None if they are not known.
+    error: why a prompt could not run, if `finish_reason` is "error".
 
-    If requests arrive at a rate, each request has its own sample, with one value in each list.
-    request: the number of the request, from 0. due: the due time, in seconds after that of the
-    first request. send_lag_ms: how late a request was sent, for servers.
+    Only samples from servers have these fields, because servers count rounds in other ways:
+    engine: facts about the server.
+    acceptance_histogram: how many rounds accepted 0, 1, 2, ... proposals, if the order of the
+        rounds is unknown.
+    counted: how much the server's counters grew for all requests that ran together. Only one of
+        these requests has it.
+    num_tokens, text: the number of output tokens and their text, if the server sent no token ids.
+    remarks: codes of warnings.
+
+    If requests arrive at a rate, each request has its own sample, and each list has one value:
+    request: the number of the request, from 0.
+    due: when the request was due, in seconds after the first request was due.
+    send_lag_ms: how late the request was sent, for servers.
     """
 
     target_tp: Count | None = None
@@ -216,15 +232,15 @@ class Sample(OfPoint):
         return self
 
 
-FEWEST = 3  # minimum prompts for an interval; two would give one that spans several powers of ten
+FEWEST = 3  # minimum prompts for an interval; with two it would span several orders of magnitude
 OUTLYING = 1.5  # a repeat is an outlier above this many times the fastest repeat's time
 
 
 def usual_repeats(seconds: Sequence[float]) -> list[int]:
     """Return the indices of the repeats that did not take far longer than the fastest.
 
-    Repeats do the same work, and a disturbance only adds time. So the fastest repeat is the
-    reliable one, even if most repeats were disturbed.
+    All repeats do the same work, and disturbances only make them slower. The fastest repeat is
+    therefore a sound reference, even if most repeats were disturbed.
     """
     fastest = min(seconds, default=0.0)
     return [place for place, value in enumerate(seconds) if value <= OUTLYING * fastest]
@@ -255,15 +271,17 @@ class CategoryMetrics(Record):
 
 
 class BreakEven(Record):
-    """The acceptance at which a point is as fast as plain decoding, given the costs of its rounds.
+    """The acceptance at which a point is as fast as plain decoding, given how long its rounds take.
 
-    tokens_per_round: the tokens that a round must write to break even: the cost of a sequence's
-    round divided by that of a round at k = 0, which writes one token. The ratio covers all rounds,
-    like `Metrics.tokens_per_round`. draft_acceptance_rate: the ratio of accepted to proposed tokens
-    that yields this many tokens. alpha: the chance of acceptance of each proposal that yields this
-    many tokens in the geometric model (`forecasts.iid_length`). The rate and alpha are 0 if rounds
-    cost no more than those of plain decoding, and None if accepting everything would not be enough.
-    is_predicted: whether the costs come from the time curve.
+    tokens_per_round: how many tokens a round must add per sequence to break even. This equals how
+        long a round takes per sequence, relative to a round at k = 0, which adds one token. All
+        rounds count, with and without proposals, as in `Metrics.tokens_per_round`.
+    draft_acceptance_rate: the ratio of accepted to proposed tokens that yields this many tokens; 0
+        if rounds take no longer than at k = 0, None if accepting all proposals would not be enough.
+    alpha: the same for the geometric model (`forecasts.iid_length`), in which each proposal is
+        accepted with this probability if all proposals before it are. 0 and None have the same
+        meaning.
+    is_predicted: whether the times come from the time curve.
     """
 
     tokens_per_round: Figure
@@ -274,11 +292,19 @@ class BreakEven(Record):
 
 
 class Prediction(Record):
-    """Predicted figures of a point, from the run at the largest k. All errors are relative.
+    """Figures predicted for a point from the run at the largest k. Errors are relative to the
+    measured figures, and None if the point was not measured.
 
-    speedup_ci: the 95 % interval of the speed-up. speedup_error_ci: the 95 % interval of its error,
-    over the measured prompts. drafts_of_k: the k whose proposals the prediction used, if the
-    method's proposals depend on k; otherwise absent.
+    is_exact: whether replaying the texts of that run gives exactly the rounds at this k.
+    iid_alpha: the measured acceptance rate among proposals whose predecessors in the round were
+        accepted.
+    iid_mean_acceptance_length, iid_error: the mean acceptance length that `iid_alpha` yields if
+        acceptance does not depend on the position, and its error.
+    analytic_alpha: the mean acceptance probability, computed from the draft's and the target's
+        distributions; None if these were not recorded.
+    speedup_ci: the 95 % interval of the speed-up.
+    speedup_error_ci: the 95 % interval of the speed-up's error, over the measured prompts.
+    drafts_of_k: set if proposals depend on k and those of a different k had to be used: that k.
     """
 
     method: Name
@@ -297,14 +323,20 @@ class Prediction(Record):
 
 
 class Stretch(OfPoint):
-    """The measured window of a point at a rate, a line of load.jsonl. The point's samples are
-    complete once this line is written. window_seconds: the time from the first measured due time to
-    the last, plus the mean time between requests; if all requests arrive at once, the time to the
-    last answer. num_requests: the number of measured requests. num_answered: the number of answers
-    in the window, including those to requests that are not measured. num_unmeasured: the number of
-    requests that were due but not measured. max_in_flight: the largest number of requests that were
-    due and not yet answered. crowding: the number of requests that an interval of goodput needs,
-    divided by the number in the window. shard: the number of the shard, in merged folders."""
+    """The time window in which a point was measured under a request rate; a line of load.jsonl. It
+    is written after the point's samples, so the samples are complete once it exists.
+
+    window_seconds: from the first to the last due time of the measured requests, plus the mean time
+        between requests. If all requests arrive at once: until the last answer.
+    num_requests: the number of measured requests.
+    num_answered: the number of answers in the window, including those to requests that are not
+        measured.
+    num_unmeasured: the number of requests that were due but are not measured.
+    max_in_flight: the largest number of requests that were due but not answered at one time.
+    crowding: the number of requests needed for an interval of goodput, divided by the number in the
+        window; see `experiment.load.measuring.crowding`. Above 1, the window is too short.
+    shard: the number of the shard, in merged folders.
+    """
 
     draft: Name | None
     batch_size: Slots
@@ -321,8 +353,11 @@ class Stretch(OfPoint):
 
 
 class Load(Record):
-    """Further figures of a point at a rate; see docs/load.md. offered_rate, goodput: None if all
-    requests arrive at once. slo: the objectives in milliseconds, by the name of their figure."""
+    """Figures of a point that only exist if requests arrive at a rate; see docs/load.md.
+
+    offered_rate, goodput: None if all requests arrive at once.
+    slo: the latency objectives in milliseconds, by the name of the latency.
+    """
 
     arrivals: Name
     seed: Count
@@ -354,11 +389,14 @@ class Point(OfPoint):
     """A line of points.jsonl, and an entry of a document's `points`.
 
     Points of sweeps have `draft` and predictions, but no degrees. Points of comparisons have
-    degrees (`draft_tp` is None at k = 0) and the fields after `prediction`. request_rate, load: set
-    only if requests arrive at a rate. engine, num_retries: set only for servers. *_ci: the 95 %
-    intervals of figures of `metrics`. break_even: the acceptance needed to be as fast as plain
-    decoding; None at k = 0. impossible_speedup: a measured speed ratio beyond what speculation can
-    reach; then `speedup` is None.
+    degrees (`draft_tp` is None at k = 0) and the fields from `broadcast_ms` to `tokens_sha256`.
+
+    request_rate, load: set only if requests arrive at a rate.
+    *_ci: the 95 % intervals of the figures of the same name, in this record or in `metrics`.
+    break_even: the acceptance needed to be as fast as plain decoding; None at k = 0.
+    impossible_speedup: a measured speed ratio that is larger than speculation can reach, which
+        shows that something disturbed the run; then `speedup` is None.
+    engine, num_retries: set only for servers.
     """
 
     target_tp: Count | None = None
@@ -400,7 +438,8 @@ class Point(OfPoint):
 
     @property
     def level(self) -> tuple[float, int]:
-        """The point's rate and batch size, for sorting. Points of one level are compared."""
+        """The request rate (0 without one) and batch size, for sorting. Only points with the same
+        level are compared with each other."""
         return float(self.request_rate or 0.0), self.batch_size
 
     @property
@@ -450,10 +489,12 @@ class _PartCounts(OfPoint):
 
 
 class CurvePart(StageTimes, _PartCounts):
-    """A line of curve.jsonl: one part of the time curve at one k.
+    """A line of curve.jsonl. The time curve gives the cost of a round at each k; it is measured in
+    parts that are spread over the sweep. A line holds one part at one k.
 
-    shard: the number of the shard that measured the part, in merged folders. Times and
-    distinct_experts are sums over rounds.
+    Times and distinct_experts are sums over the part's rounds.
+
+    shard: the number of the shard that measured the part, in merged folders.
     """
 
     distinct_experts: Figure = None
@@ -461,8 +502,13 @@ class CurvePart(StageTimes, _PartCounts):
 
 
 class PairFacts(Record):
-    """A line of pairs.jsonl: the caches of a pair whose models were loaded. warnings: the warnings
-    so far about the machine while the pair was measured."""
+    """A line of pairs.jsonl, written once the models of a pair are loaded, and again after each
+    batch size at which there were new warnings.
+
+    num_blocks: the number of KV blocks allocated on every rank.
+    blocks_per_rank: how many blocks would have fit on each rank.
+    warnings: all warnings about the machine so far, from measuring this pair.
+    """
 
     target_tp: Count
     draft_tp: Count
@@ -474,7 +520,7 @@ class PairFacts(Record):
 
 
 def blocks_in_words(blocks: Sequence[int] | None) -> str:
-    """Write the number of blocks on each rank: as `4 x 1,024` if all ranks have the same number,
+    """Format the number of blocks on each rank: as `4 x 1,024` if all ranks have the same number,
     otherwise as a list."""
     if blocks and len(set(blocks)) == 1:
         return f"{len(blocks)} x {blocks[0]:,}"

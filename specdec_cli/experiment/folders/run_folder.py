@@ -1,6 +1,5 @@
-"""The run folder: a lock against other writers, and crash-safe writing of records and documents,
-whatever their content.
-"""
+"""The run folder: locks it against other writers, and writes records and documents so that they
+survive a crash."""
 
 import fcntl
 import logging
@@ -22,7 +21,8 @@ _RECORDS = ("samples", "points", "replay", "curve", "pairs", "load")
 
 
 class LostRecords(SetupError):
-    """Another program changed the folder while a run wrote to it. The exit code is 1."""
+    """Another program removed or changed files of the folder while a run wrote to it. The exit code
+    is 1."""
 
     code = ExitCode.RUN_FAILED
 
@@ -143,7 +143,8 @@ class RunFolder:
                 # The run continues, so remove the old summary: after a crash it would contradict
                 # the records.
                 (self.path / "summary.json").unlink(missing_ok=True)
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK  # no pipe
+                # With O_NONBLOCK, opening a pipe that nobody reads fails instead of waiting.
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
                 self._files[name] = os.open(self.path / name, flags, 0o644)
                 _sync_names(self.path)
             written = os.write(self._files[name], lines)
@@ -208,7 +209,8 @@ def found_from_anywhere(recipe: Recipe) -> Recipe:
 
 
 def _sync_names(folder: Path) -> None:
-    """Sync a folder's entries, on file systems that support it."""
+    """Call fsync on a directory, so that new and renamed files in it survive a crash. File systems
+    that do not support this are left alone."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -1,11 +1,12 @@
-"""Selects a point's samples: without errors, of the baseline, or of a category. Also checks samples
-that were read from a file."""
+"""Selects samples of a point: those without errors, those of its baseline, or those of one
+category. Also checks samples that were read from a file."""
 
 from collections.abc import Iterable, Mapping
 
 from specdec_cli.experiment.folders.records import Key, Sample
 
-Samples = Mapping[int, Sample]  # the samples of one point by `Sample.place`
+# The samples of one point, by prompt index or request number (see `Sample.place`).
+Samples = Mapping[int, Sample]
 
 
 def without_errors(samples: Samples) -> dict[int, Sample]:
@@ -14,19 +15,21 @@ def without_errors(samples: Samples) -> dict[int, Sample]:
 
 
 def why_none(samples: Samples) -> str:
-    """The reason why a point without a failure has no result: none of its prompts could run."""
+    """Explain why a point has no result although measuring did not fail: none of its prompts could
+    run."""
     why = next((s.error for s in samples.values() if s.error), None)
     return f"no prompt could run: {why}" if why else "no prompt was run"
 
 
 def could_run_no_prompt(reason: str | None) -> bool:
-    """True if `reason` says that a point was measured to its end, but every prompt was refused."""
+    """Return True if `reason` says that the measurement of a point was finished, but that the
+    engine refused every prompt."""
     return (reason or "").startswith("no prompt could run")
 
 
 def baseline_key(samples: Mapping[Key, Samples], key: Key) -> Key:
-    """The key of an arm's own point at k = 0 if it has samples, else of the point that all arms
-    share."""
+    """Return the key of the baseline at k = 0 for a point: that of the point's own draft if it has
+    samples, otherwise the one that all drafts share."""
     own, shared = (
         Key(draft, key.batch_size, 0, request_rate=key.request_rate) for draft in (key.draft, None)
     )
@@ -49,7 +52,7 @@ def prompts_by_category(samples: Samples, prompts: Iterable[int]) -> dict[str, l
 
 
 def not_measured(sample: Sample, num_prompts: int, repeats: int) -> str | None:
-    """Return the reason why the sample cannot be from a run with so many prompts and repeats, or
+    """Explain why a sample cannot be from a run with this number of prompts and repeats. Return
     None if it can."""
     if sample.index >= num_prompts:
         return f"its index is {sample.index}, of {num_prompts} prompts"

@@ -27,13 +27,16 @@ SETTINGS = "settings.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """The settings that samples depend on, as kept in a run folder. A resumed run must have the
-    same settings.
+    """The settings that samples depend on, as stored in a run folder. A run can only be resumed
+    with the same settings.
 
-    kind: the kind of run, in words. mark: a field that only settings of this kind have. recipe: the
-    resolved recipe, without the keys that other fields cover. prompts: the number of prompts, and
-    hashes of their tokens and categories. device: the name of the kind of device. dtype: the
-    target's dtype.
+    kind: a phrase for messages that names the kind of run.
+    mark: the name of a field that only settings of this kind have.
+    recipe: the resolved recipe, without the keys that other fields cover and the sections that the
+        run does not use.
+    prompts: the number of prompts, and hashes of their tokens and categories.
+    device: the device's name.
+    dtype: the target's dtype.
     """
 
     kind: ClassVar[str]
@@ -64,7 +67,8 @@ class RunSettings:
         return is_given(self.recipe["speculation"]["acceptance"])
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings as read back from JSON, with lists instead of tuples."""
+        """Return the settings in the form in which JSON returns them, with lists instead of
+        tuples."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return found
 
@@ -73,8 +77,10 @@ class RunSettings:
         return self.as_dict() | {"settings_hash": self.digest}
 
     def misfit_in(self, record: Record, **known: Collection[Any]) -> str | None:
-        """The reason why a record belongs to no point of the run, or None. known: the values that
-        each field of a record may have."""
+        """Explain why a record cannot belong to a point of this run. Return None if it can.
+
+        known: the values that each field of a record may have.
+        """
         told = elsewhere(record, known)
         if told or not isinstance(record, Sample):
             return told
@@ -211,10 +217,11 @@ def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, An
 def keep_environment_warning(
     folder: RunFolder, settings: RunSettings, where: dict[str, Any]
 ) -> None:
-    """Add a warning to a folder from a different environment, for example with other package
-    versions.
+    """If the folder's samples were measured in a different environment, for example with other
+    package versions, add a warning to the folder.
 
-    Its samples are kept, but their times may differ. Later runs and merges repeat the warning.
+    The samples are kept, although their times may not be comparable. Later runs and merges repeat
+    the warning.
     """
     earlier, now = read_json(folder.path / "environment.json"), json.loads(to_json(where))
     if earlier is None or (found := first_difference(earlier, now)) is None:
@@ -285,7 +292,7 @@ class Difference:
     others: tuple[str, ...] = field(default=(), compare=False)
 
 
-# Keys whose values are hashes, with a message instead.
+# The values of these keys are hashes, which tell users nothing. Messages show these texts instead.
 _DIGESTS = {
     "prompts.sha256": "the prompts differ from the folder's",
     "prompts.categories": "the prompts' categories differ from the folder's",
@@ -296,11 +303,13 @@ _MOST_OTHERS = 4
 def settings_difference(
     there: Document, now: Document, typed: Collection[str] = ()
 ) -> Difference | None:
-    """Find the first difference between two settings; None if they are equal. typed: keys, or their
-    sections, whose differences come first.
+    """Find the first difference between two settings; None if they are equal.
 
-    Models with equal fingerprints are the same, whatever their names. If a fingerprint is missing,
-    names are compared. The drafts' names are always compared, since they label records.
+    typed: keys or sections that the user typed; differences in them come first.
+
+    Two models with equal weight fingerprints are the same model, whatever their names. If a
+    fingerprint is missing, the names are compared. Names of drafts are always compared, because
+    records are labelled with them.
     """
     there, now = copy.deepcopy(there), copy.deepcopy(now)
     for key, theirs, ours in _models(there, now):
@@ -325,7 +334,8 @@ def settings_difference(
     names = there.get("drafts"), now.get("drafts")
     if key == "recipe.drafts" and names[0] != names[1]:
         key, was, is_now = "recipe.drafts", *names
-    # The recipes' own sections were compared before, so they agree here.
+    # The sections of the drafts, with weight fingerprints, were compared too. If only the names
+    # differ, two names stand for one model.
     same_model = key in ("draft", "drafts") and not any(
         one[0].startswith("recipe.draft") for one in found
     )
@@ -339,7 +349,8 @@ def settings_difference(
 
 
 def _models(there: Document, now: Document) -> Iterator[tuple[str, Document, Document]]:
-    """Yield each model that both settings have at the same place: its key, then both sections."""
+    """Yield the key and both sections of each model that both settings have: the target, the draft,
+    and the entries of `drafts` with the same index."""
     was, is_now = there.get("recipe"), now.get("recipe")
     if not isinstance(was, dict) or not isinstance(is_now, dict):
         return
