@@ -1,5 +1,5 @@
-"""Compiles kernels in parallel before they run. The code first runs without launching anything,
-only to find out which kernels it needs."""
+"""Compiles kernels in parallel before they run. A dry run, which executes no kernel, finds out
+which ones are needed."""
 
 import hashlib
 import os
@@ -23,12 +23,12 @@ def is_ahead() -> bool:
 
 
 def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
-    """Compile all kernels that `run` launches and that are not compiled yet. CUDA only; otherwise
-    do nothing.
+    """Compile all kernels that `run` launches and that are not compiled yet. On devices other than
+    CUDA, do nothing.
 
-    `run` is called once, but its launches only request compilation. Output tensors that `run`
-    allocates are zero, and others keep their values. So `run` must not read results of kernels on
-    the host.
+    `run` is called once, but its launches only request compilation. No kernel executes: tensors
+    that `run` allocates contain zeros, and all others keep their values. So code in `run` must not
+    depend on the results of kernels.
     """
     if device.type != "cuda":
         return
@@ -39,7 +39,7 @@ def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
         return
     with ExitStack() as stack:
         compilers = stack.enter_context(_Compilers(device))
-        # If a kernel does not compile, its launch reports the reason later.
+        # Ignore compilation errors here: the real launch of the kernel raises them again.
         stack.enter_context(AsyncCompileMode(compilers, ignore_errors=True))
         stack.callback(compilers.begin.set)
         stack.enter_context(_launchers_of_own_names())
@@ -48,7 +48,7 @@ def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         with _ZerosForEmpty():
             run()
-    torch.cuda.empty_cache()  # needed for the run's own streams and graphs
+    torch.cuda.empty_cache()  # other streams and graphs could not reuse cached memory
 
 
 class _Compilers(ThreadPoolExecutor):
@@ -68,8 +68,8 @@ class _Compilers(ThreadPoolExecutor):
         def compiled() -> Any:
             self.begin.wait()
             kernel = fn(*args, **kwargs)
-            with suppress(Exception):  # the launch reports it
-                kernel.run  # noqa: B018, a property
+            with suppress(Exception):  # the real launch raises it again
+                kernel.run  # noqa: B018, a property that loads the kernel
             return kernel
 
         return super().submit(compiled)
@@ -93,8 +93,9 @@ def _launches_that_compile(kernel: Any) -> Iterator[None]:
 
 @contextmanager
 def _launchers_of_own_names() -> Iterator[None]:
-    """Give each launcher in C its own name during the block. Triton loads all launchers under one
-    name, so two threads that load at once would mix up the functions of their modules."""
+    """Give each kernel's launcher, a compiled C module, its own module name during the block.
+    Triton loads all launchers under one name, so two threads that load launchers at the same time
+    could get each other's functions."""
     driver: Any = sys.modules.get("triton.backends.nvidia.driver")
     load = getattr(driver, "compile_module_from_src", None)
     if load is None:

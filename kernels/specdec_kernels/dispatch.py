@@ -14,8 +14,11 @@ HAS_CUDA = torch.backends.cuda.is_built()
 
 
 class Kernel(Generic[P, R]):
-    """A public function with two implementations. `reference` is the one in torch, for any device;
-    `path` names the one in Triton as "module:function"."""
+    """A public function with two implementations.
+
+    reference: the torch implementation, for any device.
+    path: the location of the Triton implementation, as "module:function".
+    """
 
     def __init__(self, reference: Callable[P, R], path: str) -> None:
         self.reference = reference
@@ -23,8 +26,8 @@ class Kernel(Generic[P, R]):
         update_wrapper(self, reference)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        # Small models on a CPU call this thousands of times a second, so the usual case has no
-        # loop.
+        # Small models on a CPU call this thousands of times a second. So search all arguments for a
+        # tensor only if the first one is not a tensor.
         if not HAS_CUDA:
             return self.reference(*args, **kwargs)
         first = args[0] if args else None
@@ -47,7 +50,7 @@ class Kernel(Generic[P, R]):
 def kernel(path: str) -> Callable[[Callable[P, R]], Kernel[P, R]]:
     """Decorate a torch function that has a Triton implementation at `path`, "module:function".
 
-    A call uses Triton if its first tensor is on CUDA. If the first argument is a tuple, the tuple's
-    tensors come first.
+    A call uses Triton if its first tensor argument is on CUDA. If the first argument is a tuple,
+    the tensors in it are considered before the other arguments.
     """
     return lambda reference: Kernel(reference, path)

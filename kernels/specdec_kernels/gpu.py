@@ -1,12 +1,12 @@
-"""The limits of a GPU that determine launch configurations, and powers of two. Without a GPU the
-limits of an H100 are used."""
+"""Hardware limits of GPUs, on which launch configurations depend, and helpers that round to powers
+of two. Without a GPU, the limits of an H100 are used."""
 
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
-# An H100 or H200, for which the launch configurations are tuned.
+# The limits of an H100 or H200, for which the launch configurations are tuned.
 CAPABILITY = (9, 0)
 MULTIPROCESSORS = 132
 SHARED_MEMORY = 227 * 1024
@@ -30,7 +30,7 @@ H100 = Gpu()
 
 @cache
 def gpu_of(device: torch.device) -> Gpu:
-    """Return the limits of a device; an H100's if it is not CUDA."""
+    """Return the limits of a device, or those of an H100 if it is not a CUDA device."""
     if device.type != "cuda":
         return H100
     found = torch.cuda.get_device_properties(device)

@@ -3,9 +3,10 @@
 Programmatic dependent launch lets a kernel start while its predecessor in the stream still runs.
 Before it calls `after_predecessor`, it may touch only data that no recent kernel writes: weights,
 and data that was complete when the predecessor began. The call waits until the predecessor has
-completed and its writes are visible. At least one program of every kernel makes this call. So when
-the wait ends, the predecessor's own predecessor has also completed. A program without work may
-return before the call, which frees its multiprocessor for the successor.
+completed and its writes are visible. In every kernel at least one program makes this call, so no
+kernel can complete before its predecessor has. When the wait ends, the predecessor's own
+predecessor has therefore completed too. A program without work may return before the call, which
+frees its multiprocessor for the successor.
 
 After the call, kernels are ordered as in an ordinary stream, and memory may be reused. The
 successor may start only after the wait, so at most one kernel runs ahead. It may therefore read,
@@ -24,27 +25,29 @@ from specdec_kernels.gpu import gpu_of
 
 COUNTERS = 1 << 16
 EPOCHS = 1 << 14
-# The interpreter runs one program at a time and does not support inline assembly. Its 16-bit
-# matmuls are unreliable.
+# True if kernels run in Triton's interpreter. It runs one program at a time and does not support
+# inline assembly, and its 16-bit matmuls are unreliable.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _kept: dict[tuple[str, torch.device], Tensor] = {}
 
 
 def dependence(tensor: Tensor) -> dict[str, bool]:
-    """Return launch options for a kernel over `tensor`.
+    """Return the launch options and the constant DEPENDENT for a kernel that works on `tensor`.
 
     DEPENDENT is True if the GPU can start the kernel before its predecessor ends. The kernel passes
-    this constant to `after_predecessor`.
+    it to `after_predecessor`.
     """
     dependent = tensor.is_cuda and gpu_of(tensor.device).capability[0] >= 9
     return {"DEPENDENT": dependent, **launch_options(dependent)}
 
 
 def launch_options(dependent: bool = False) -> dict[str, bool]:
-    """Return Triton's options for every launch. dependent: whether the kernel may start before its
-    predecessor ends.
+    """Return the Triton options that every launch needs.
 
-    Triton 3.9 still enables `enable_fp_fusion` by default, but warns on stderr that this will end.
+    `enable_fp_fusion` is set explicitly. Triton 3.9 still enables it by default, but warns on
+    stderr that the default will change.
+
+    dependent: whether the kernel may start before its predecessor ends.
     """
     return {"enable_fp_fusion": True} | ({"launch_pdl": True} if dependent else {})
 
@@ -57,10 +60,10 @@ def options_of(tiles: NamedTuple) -> dict[str, int]:
 
 
 def counters(device: torch.device) -> Tensor:
-    """Return int32 zeros [COUNTERS], with which a kernel's programs find out which of them is last.
+    """Return counters, int32 [COUNTERS], that tell a kernel's programs which of them finishes last.
 
-    Every kernel leaves them at zero. All kernels on a device share them, so they must run on one
-    stream.
+    They are zero when a kernel starts, and every kernel resets those that it uses. All kernels on a
+    device share them, so these kernels must run on one stream.
     """
     return _kept_zeros("counters", COUNTERS, device)
 
@@ -68,8 +71,12 @@ def counters(device: torch.device) -> Tensor:
 def room_for_splits(
     splits: int, blocks: int, size: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Return memory for sums that `splits` programs compute together: partial sums, fp32
-    [splits, *size], and `counters`, one for each of `blocks`. Return (None, None) for one split."""
+    """Return memory with which `splits` programs compute a sum together.
+
+    Returns uninitialised partial sums, fp32 [splits, *size], and the `counters` of the device, of
+    which the kernel uses one for each of its `blocks` output blocks. Returns (None, None) if
+    `splits` is 1.
+    """
     if splits == 1:
         return None, None
     assert blocks <= COUNTERS
@@ -77,8 +84,9 @@ def room_for_splits(
 
 
 def epochs(device: torch.device) -> Tensor:
-    """Return the counters of `arrive`, int32 [EPOCHS, 2]. All kernels on a device share them, so
-    they must run on one stream."""
+    """Return the counters for barriers between programs, int32 [EPOCHS, 2], two for each group of
+    programs. `epoch_of` explains them. All kernels on a device share them, so these kernels must
+    run on one stream."""
     return _kept_zeros("epochs", 2 * EPOCHS, device).view(EPOCHS, 2)
 
 
@@ -140,10 +148,10 @@ def load_acquired(pointers, SCOPE: tl.constexpr):
 def is_last(counter_ptr, expected):
     """Return True in the last of `expected` programs that call this.
 
-    The last program sees the stores of the others, but must load them past L1 (".cg"). It resets
-    the counter to zero.
+    The last program sees the stores of the others, but must load them with ".cg", because L1 may
+    hold old values. It also resets the counter to zero.
     """
-    tl.debug_barrier()  # the stores of all threads come before the count
+    tl.debug_barrier()  # count only after all threads have stored
     last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == expected - 1
     if last:
         tl.store(counter_ptr, 0)
@@ -152,22 +160,25 @@ def is_last(counter_ptr, expected):
 
 @triton.jit
 def epoch_of(epochs_ptr, expected):
-    """Return the count that a group's counter has once all `expected` programs have arrived.
+    """Return the number of arrivals that a group of programs will have counted once all `expected`
+    programs have arrived at its next barrier.
 
-    A group has two counters, which are never reset: arrivals so far, and arrivals up to the last
-    barrier. Call this after `after_predecessor`.
+    A group has two counters, which are never reset: the arrivals so far, and the arrivals up to the
+    end of the last barrier. Call this after `after_predecessor`, because the preceding kernel may
+    change them.
     """
     return tl.load(epochs_ptr + 1) + expected
 
 
 @triton.jit
 def arrive(epochs_ptr, epoch, COUNTED: tl.constexpr):
-    """Count this program as arrived. Its earlier stores become visible first.
+    """Count this program's arrival at the barrier. Its earlier stores become visible first.
 
-    With COUNTED, return whether it was the last to arrive. That takes a round trip to memory, so
-    programs that call `wait_for` do not ask for it.
+    epoch: the result of `epoch_of`. With COUNTED, return whether this program was the last to
+    arrive; otherwise return False. The answer takes a round trip to memory, so programs that call
+    `wait_for` do not request it.
     """
-    tl.debug_barrier()  # the stores of all threads come before the count
+    tl.debug_barrier()  # count only after all threads have stored
     if COUNTED:
         return tl.atomic_add(epochs_ptr, 1, sem="acq_rel", scope="gpu") + 1 == epoch
     else:
@@ -177,11 +188,11 @@ def arrive(epochs_ptr, epoch, COUNTED: tl.constexpr):
 
 @triton.jit
 def wait_for(epochs_ptr, epoch):
-    """Wait until a group's count has reached `epoch`, the result of `epoch_of`.
+    """Wait until all programs of a group have arrived. epoch: the result of `epoch_of`.
 
-    The programs of a group must all run at once, or the wait never ends. Programs start in the
-    order of their ids, so those of a group must be few and have adjacent ids. Load the others'
-    results past L1 (".cg").
+    The programs of a group must all run at the same time, or the wait never ends. Programs start in
+    the order of their ids, so a group must be small and have adjacent ids. After the wait, load the
+    results of other programs with ".cg", because L1 may hold old values.
     """
     behind = tl.full([], -1, tl.int32)  # compare differences, because counters wrap around
     while behind < 0:
@@ -191,5 +202,6 @@ def wait_for(epochs_ptr, epoch):
 
 @triton.jit
 def finish(epochs_ptr, epoch):
-    """End a barrier. Exactly one program of the group calls this, after all have arrived."""
+    """End a barrier: store the group's count of arrivals, from which `epoch_of` will compute the
+    next one. Exactly one program of the group must call this, after all have arrived."""
     tl.store(epochs_ptr + 1, epoch)

@@ -8,33 +8,38 @@ from specdec_kernels.linear.reference import Normed
 
 MAX_ROWS = 256  # maximum rows that a shared buffer holds
 
-# The tile that one program sums. Each tile has its own flags. A thread reads 8 16-bit values from
-# each rank.
+# The size of the tile that one program sums. Ranks synchronise per tile, so each tile has its own
+# flags. Each thread loads 8 16-bit values (16 bytes) from each rank.
 SUM_ROWS, SUM_COLUMNS = 4, 256
-# Up to this many 16-bit values, each rank writes its partial sums to the others, with a count next
-# to each pair of values. That takes one trip between GPUs. Reading the others' partial sums takes
-# two trips but moves half the bytes.
+# For sums of up to this many 16-bit values, each rank writes its partial sums into the memory of
+# the other ranks. Each 64-bit word holds two values and a call number, which tells the reader that
+# they have arrived, so the data crosses NVLink once. For larger sums, ranks announce their partial
+# sums and then read each other's. That takes two trips but moves half the bytes.
 PUSHED_NUMBERS = 8 * 8192
-# From this many values on, groups of more than two ranks divide a sum: each rank sums a share of
-# the rows and reads the other shares.
+# For sums of at least this many values, more than two ranks divide the work: each rank sums only
+# its share of the rows, and then reads the other ranks' results.
 SHARED_OUT_NUMBERS = 40 * 8192
-# The tile of a gather of logits. A program copies every GATHER_GROUPS-th tile along the rows.
+# The size of the tiles in which logits are gathered. GATHER_GROUPS programs share the tiles of a
+# column block: each copies every GATHER_GROUPS-th tile along the rows.
 GATHER_ROWS, GATHER_COLUMNS, GATHER_GROUPS = 4, 1024, 8
 
 
 def num_sum_flags(width: int) -> int:
-    """Return the number of counters per rank that sums of rows of `width` values need."""
+    """Return how many counters each rank needs to sum rows of `width` values: one per tile."""
     return -(-width // SUM_COLUMNS) * (MAX_ROWS // SUM_ROWS)
 
 
 def num_pushed_words(size: int, width: int, itemsize: int) -> int:
-    """Return the number of 64-bit words on each rank that other ranks write their partial sums to.
-    It is 0 if ranks read the others' partial sums instead, because of the dtype or the width."""
+    """Return the size in 64-bit words of each rank's memory for partial sums from other ranks.
+
+    Return 0 if the dtype does not have 16 bits or the width is odd. Values cannot be packed in
+    pairs then, so ranks always read the others' partial sums instead.
+    """
     return size * PUSHED_NUMBERS if itemsize == 2 and width % 2 == 0 else 0
 
 
 def num_gather_flags(share: int) -> int:
-    """Return the number of counters per rank that gathers of `share` columns per rank need."""
+    """Return how many counters each rank needs to gather `share` columns from every rank."""
     return -(-share // GATHER_COLUMNS) * GATHER_GROUPS
 
 
@@ -42,17 +47,20 @@ def num_gather_flags(share: int) -> int:
 class Peers:
     """One rank's view of buffers that all ranks of a group share.
 
-    rank, size: this rank, and the number of ranks.
-    parts: [places, MAX_ROWS, N], this rank's buffers, which the other ranks read. A place is the
-        index of a buffer.
+    rank: the index of this rank.
+    size: the number of ranks.
+    parts: [buffers, MAX_ROWS, N], this rank's buffers, which the other ranks read. The index of a
+        buffer is called its place.
     addresses: int64 [size], the address of each rank's `parts`.
-    flags: int64 [size], the address of each rank's counters, int32 [F, size]. These count how often
-        each other rank has announced that its data is written.
-    epochs: int32 [F, size], how many announcements this rank has waited for. Sums wait for all
-        ranks at once and use [F].
-    pushed: int64 [size], the address of each rank's words, int64 [2, size, PUSHED_NUMBERS / 2],
-        to which the other ranks write. None if ranks only read.
-    pushes: int32 [F], how often ranks have written to `pushed`.
+    flags: int64 [size], the address of each rank's counters, int32 [F, size], for F
+        tiles. Another rank adds one to its own counter there to announce that its data is written.
+    epochs: int32 [F, size], how many announcements this rank has already waited for. Sums wait for
+        all ranks at once, so they use only the first F values.
+    pushed: int64 [size], the address of each rank's receive buffers, int64 [2, size,
+        PUSHED_NUMBERS / 2], to which the other ranks write partial sums of few rows. None if ranks
+        always read.
+    pushes: int32 [F], how many sums of each tile have used `pushed`. Every word carries the number
+        of its sum.
     """
 
     rank: int
@@ -65,8 +73,8 @@ class Peers:
     pushes: Tensor
 
     def take(self, place: int, num_rows: int, width: int) -> Tensor | None:
-        """Return the buffer `place` for this rank's data [num_rows, width], or None if that does
-        not fit."""
+        """Return the part of buffer number `place` to which this rank writes its data
+        [num_rows, width]. Return None if there are too many rows or `width` is not the buffer's."""
         _, rows, most = self.parts.shape
         if num_rows > rows or width != most:
             return None
@@ -78,9 +86,13 @@ def reduce_add_norm(
 ) -> Normed:
     """Sum all ranks' partial sums [T, N] and return `add_norm` of the result.
 
-    Each rank first writes its partial sum to `peers.take(place, T, N)`. CUDA only, at most 256
-    rows. Every rank of the group must call this, with place 0 and 1 in turn. residual: [T, N], rows
-    contiguous, the same on all ranks. norm_weight: [N].
+    CUDA only. Each rank first writes its partial sum to `peers.take(place, T, N)`. Then every rank
+    of the group must call this.
+
+    place: the index of the buffer. Successive calls must alternate between 0 and 1, because other
+        ranks may still read the buffer of the previous call.
+    residual: [T, N] with T at most 256, rows contiguous, the same on all ranks.
+    norm_weight: [N].
     """
     from specdec_kernels.comm.peers_triton import reduce_add_norm_triton
 
@@ -88,8 +100,8 @@ def reduce_add_norm(
 
 
 def reduce_parts(peers: Peers, place: int, num_rows: int) -> Tensor:
-    """Return the sum [T, N] of all ranks' partial sums, under the conditions of
-    `reduce_add_norm`."""
+    """Return the sum [T, N] of all ranks' partial sums, without residual and norm. T is `num_rows`.
+    The requirements are those of `reduce_add_norm`."""
     from specdec_kernels.comm.peers_triton import reduce_parts_triton
 
     return reduce_parts_triton(peers, place, num_rows)
@@ -98,8 +110,9 @@ def reduce_parts(peers: Peers, place: int, num_rows: int) -> Tensor:
 def gather_columns(peers: Peers, num_rows: int) -> Tensor:
     """Return all ranks' columns side by side: [T, size * N]. CUDA only.
 
-    Each rank first writes its columns [T, N] to `peers.take(0, num_rows, N)`. Every rank of the
-    group must call this. The ranks must synchronise before they write new columns.
+    Each rank first writes its columns [T, N] to `peers.take(0, num_rows, N)`. Then every rank of
+    the group must call this. The ranks must synchronise before they write new columns, because
+    other ranks may still read the old ones.
     """
     from specdec_kernels.comm.peers_triton import gather_columns_triton
 

@@ -1,28 +1,29 @@
 """Kernels that read other GPUs' memory over NVLink: sums over all ranks, and gathers.
 
 The sum is a one-shot all-reduce that also adds the residual and prepares the norm. Every rank reads
-the partial sums of all others and adds them in the order of ranks, so that all ranks compute the
-same bits. A program handles one tile. It announces to its counterparts on all other ranks that this
-rank's partial sum is written, and waits until they have announced theirs. Flags are counters that
-are never reset: the k-th call on a tile waits until they reach k. Calls must alternate between two
-buffers. Once all ranks have announced one buffer, all have read the other, so no second wait is
-needed. Programs start in order and wait only for their counterparts, so there is no deadlock: the
-first unfinished program is running on every rank.
+the partial sums of all others and adds them in rank order, so the results are bitwise equal on all
+ranks. A program handles one tile. It signals the programs of the same tile on all other ranks that
+this rank's partial sum is written, and waits for their signals. Flags are counters that are never
+reset: in the k-th call that uses a tile, its program waits until they reach k. Calls must alternate
+between two buffers. A rank signals only after it has finished its previous call. So once all ranks
+have signalled for one buffer, all have read the other, and no second wait is needed. Deadlock is
+impossible: programs start in order and wait only for the same program on other ranks, so on every
+rank the first unfinished program is running.
 
-If there are few rows, each rank writes its partial sums to the other ranks instead. A 64-bit word
-holds two numbers and the number of the call, and a rank waits until all words hold the number of
-its own call. A word arrives whole, so no announcement is needed (NCCL's LL protocol). Words may be
+For few rows, each rank writes its partial sums to the other ranks instead. A 64-bit word holds two
+values and the number of the call, and a rank waits until all words hold the current number. Words
+are written atomically, so no separate signal is needed (NCCL's LL protocol). Words may be
 overwritten for the same reason as above: a rank that has received all words of one buffer knows
 that all ranks have read the other buffer.
 
-If there are many rows, each rank sums only a share of them, adds the residual and writes the result
-over its own partial sums of these rows, which no other rank reads. It announces that, and then
-reads the other ranks' shares. With R ranks this moves 2 / R of the bytes.
+For many rows, each rank sums only its share of the rows, adds the residual and writes the result
+over its own partial sums of these rows, which no other rank reads. It signals that this is done,
+waits for the others, and then reads their shares. With R ranks this moves 2 / R of the bytes.
 
-The gather puts the ranks' columns of the logits side by side. A program copies some tiles of one
-rank's columns. It announces this rank's own columns to that rank, and waits for the announcement of
-its counterpart there. Columns must not be overwritten before the group has synchronised again,
-which the sums of the next pass do.
+The gather puts the ranks' columns of the logits side by side. A program copies some tiles of the
+columns of one source rank. It signals the source rank that this rank's own columns are written, and
+waits for the signal of the same program there. Columns must not be overwritten before the group has
+synchronised again, which the sums of the next forward pass do.
 """
 
 import torch
@@ -60,14 +61,14 @@ def wait_for_peers(flags, epoch):
 def part_of(addresses_ptr, rank, like_ptr):
     """Return a pointer to a rank's `Peers.parts`, of the same type as `like_ptr`."""
     found = tl.load(addresses_ptr + rank).to(tl.pointer_type(like_ptr.dtype.element_ty))
-    return tl.multiple_of(found, 16)  # without this, each load would read only two bytes
+    return tl.multiple_of(found, 16)  # aligned: allows 16-byte loads instead of 2-byte ones
 
 
 @triton.jit
 def sum_of_pushed(
-    part,  # [M, N / 2], pointers to this rank's numbers, in pairs
-    pushed_ptr,  # [SIZE] int64
-    place,  # [M, N / 2], indices of the tile's words among the words from one rank
+    part,  # [M, N / 2], pointers to pairs of 16-bit values of this rank's partial sum
+    pushed_ptr,  # [SIZE] int64, the address of each rank's receive buffers
+    place,  # [M, N / 2], each pair's index among the words that one rank writes
     mask,  # [M, N / 2]
     count,
     PUSHED: tl.constexpr,
@@ -76,8 +77,8 @@ def sum_of_pushed(
     SIZE: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,
 ):
-    """Write this rank's tile to all other ranks, wait for theirs, and return the fp32 sum
-    [M, N]."""
+    """Write this rank's tile to all other ranks, wait for their tiles, and return the sum of all
+    tiles, fp32 [M, N]. count: the number of this call, stored in every word."""
     own = tl.load(part, mask=mask, other=0)
     stamp = count.to(tl.int64) << 32
     word = stamp | (own.to(tl.int64) & 0xFFFFFFFF)
@@ -101,17 +102,17 @@ def sum_of_pushed(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def reduce_add_norm_kernel(
-    addresses_ptr,  # [SIZE] int64
-    flags_ptr,  # [SIZE] int64
-    epochs_ptr,  # [F] int32, in and out
-    pushed_ptr,  # [SIZE] int64, or None to read the other ranks' parts
+    addresses_ptr,  # [SIZE] int64, as in `Peers`
+    flags_ptr,  # [SIZE] int64, as in `Peers`
+    epochs_ptr,  # [F] int32, in and out: `Peers.pushes` with pushed_ptr, else `Peers.epochs`
+    pushed_ptr,  # [SIZE] int64; if None, partial sums are read from the other ranks
     residual_ptr,  # [T, N], or None
     norm_ptr,  # [N], or None
     hidden_ptr,  # [T, N], out
-    scaled_ptr,  # [T, N], out; only with norm
-    squares_ptr,  # [T, N / BLOCK_N] fp32, out; only with norm
+    scaled_ptr,  # [T, N], out; unused if norm_ptr is None
+    squares_ptr,  # [T, N / BLOCK_N] fp32, out; unused if norm_ptr is None
     num_rows,
-    place,  # elements before the buffer in each rank's memory
+    place,  # offset of the buffer in each rank's `Peers.parts`, in elements
     residual_stride,
     N: tl.constexpr,
     RANK: tl.constexpr,
@@ -119,7 +120,7 @@ def reduce_add_norm_kernel(
     BLOCK_RANKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PUSHED: tl.constexpr,  # words from one rank in one buffer
+    PUSHED: tl.constexpr,  # words per sending rank in a receive buffer
     SHARED_OUT: tl.constexpr,  # whether each rank sums a share of the rows
     DEPENDENT: tl.constexpr,
 ):
@@ -176,7 +177,7 @@ def reduce_add_norm_kernel(
             part_ptr = part_of(addresses_ptr, rank, hidden_ptr) + place + inside
             part = tl.load(part_ptr, mask=mask, other=0.0, cache_modifier=".cg")
             summed += part.to(tl.float32)
-    # Round the sum first, as an all-reduce that returns a tensor does.
+    # Round the sum before the residual is added, as a separate all-reduce would.
     hidden = summed.to(hidden_ptr.dtype.element_ty)
     if residual_ptr is not None:
         hidden = (residual + hidden.to(tl.float32)).to(hidden_ptr.dtype.element_ty)
@@ -184,7 +185,7 @@ def reduce_add_norm_kernel(
     if SHARED_OUT:
         mine = part_of(addresses_ptr, RANK, hidden_ptr) + place + inside
         tl.store(mine, hidden, mask=mask)
-        tl.debug_barrier()  # the stores of all threads come before the count
+        tl.debug_barrier()  # signal only after all threads have stored
         tl.atomic_add(theirs, 1, mask=announce, sem="release", scope="sys")
         wait_for_peers(own + peer, epoch + 1)
         tl.store(epochs_ptr + program, epoch + 1)
@@ -211,7 +212,7 @@ def reduce_add_norm_triton(
     assert norm_weight.shape == (width,) and residual.stride(1) == 1
     assert residual.dtype == peers.parts.dtype
     if num_rows > FEW_ROWS:
-        # cuBLAS computes matmuls over many rows, and needs a finished norm.
+        # With many rows, cuBLAS computes the next matmul. Its input must be fully normalised.
         hidden = reduce_parts_triton(peers, place, num_rows, residual)
         return Normed(hidden, rms_norm_triton(hidden, norm_weight, eps), None, eps)
     scaled = torch.empty((num_rows, width), dtype=residual.dtype, device=residual.device)
@@ -228,10 +229,11 @@ def reduce_parts_triton(
     residual: Tensor | None = None,
     norm: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Implement `ops.reduce_parts`, optionally with the first steps of `add_norm`.
+    """Implement `ops.reduce_parts`, optionally with the first steps of `add_norm`. Return the sum
+    [T, N], with the residual added if there is one.
 
-    residual: [T, N], added to the sum. norm: the norm's weight, and the tensors `scaled` and
-    `squares` of `Normed`, which are written.
+    residual: [T, N], or None.
+    norm: the norm's weight and the output tensors `scaled` and `squares` of `Normed`, or None.
     """
     parts = peers.parts
     width = parts.shape[2]
@@ -243,7 +245,8 @@ def reduce_parts_triton(
     pushed = peers.pushed if num_rows * width <= PUSHED_NUMBERS else None
     is_shared_out = norm is None and peers.size > 2 and num_rows * width >= SHARED_OUT_NUMBERS
     summed_rows = triton.cdiv(num_rows, peers.size) if is_shared_out else num_rows
-    # Each tile has its own flags, so more than two rows always use the same tiles.
+    # There are flags for tiles of SUM_ROWS rows. Only one or two rows use a smaller tile, and then
+    # a single tile holds all rows.
     reduce_add_norm_kernel[(blocks, triton.cdiv(summed_rows, SUM_ROWS))](
         *(peers.addresses, peers.flags, peers.epochs if pushed is None else peers.pushes, pushed),
         *(residual, norm_weight, hidden, scaled, squares),
@@ -266,9 +269,9 @@ def reduce_parts_triton(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def gather_columns_kernel(
-    addresses_ptr,  # [SIZE] int64
-    flags_ptr,  # [SIZE] int64
-    epochs_ptr,  # [F, SIZE] int32, in and out
+    addresses_ptr,  # [SIZE] int64, as in `Peers`
+    flags_ptr,  # [SIZE] int64, as in `Peers`
+    epochs_ptr,  # [F, SIZE] int32, `Peers.epochs`, in and out
     out_ptr,  # [T, SIZE * SHARE], out
     num_rows,
     SHARE: tl.constexpr,
@@ -312,7 +315,8 @@ def gather_columns_triton(peers: Peers, num_rows: int) -> Tensor:
     assert peers.epochs.numel() >= blocks * GATHER_GROUPS * peers.size
     block_m = min(GATHER_ROWS, triton.next_power_of_2(num_rows))
     groups = min(GATHER_GROUPS, triton.cdiv(num_rows, block_m))
-    # Ranks are the first grid dimension, so that programs waiting for each other start together.
+    # The source rank is the first grid dimension, so that programs on different ranks that wait
+    # for each other start at about the same time.
     gather_columns_kernel[(peers.size, blocks, groups)](
         peers.addresses,
         peers.flags,

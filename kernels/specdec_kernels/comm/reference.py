@@ -1,5 +1,8 @@
-"""Input and output of captured passes, through host memory (pinned on CUDA). There are two buffers
-for each direction. Passes with an even number use one, passes with an odd number the other."""
+"""Transfer of inputs and results between the host and forward passes captured in CUDA graphs.
+
+Both directions use host memory (pinned on CUDA), with two buffers each. Even-numbered passes use
+the first buffer, odd-numbered passes the second.
+"""
 
 from torch import Tensor
 
@@ -8,21 +11,25 @@ from specdec_kernels.dispatch import kernel
 
 @kernel("specdec_kernels.comm.staging_triton:fetch_staged_triton")
 def fetch_staged(words: Tensor, staged: Tensor, passes: Tensor) -> None:
-    """Copy this pass's inputs from the host to `words`, [N] int32.
+    """Copy the inputs of this pass from host memory to `words`.
 
-    staged: [2, N] int32, two buffers in host memory. passes: [1] int32, the number of passes so
-    far; an even number reads the first buffer, an odd number the second.
+    words: [N] int32, out.
+    staged: [2, N] int32, two buffers in host memory.
+    passes: [1] int32, the number of passes completed so far. If it is even, the first buffer is
+        read, otherwise the second.
     """
     words.copy_(staged[int(passes) % 2])
 
 
 @kernel("specdec_kernels.comm.staging_triton:tell_tokens_triton")
 def tell_tokens(passes: Tensor, tokens: Tensor | None, told: Tensor, ended: Tensor) -> None:
-    """End a pass: write its tokens to the host, and count the pass.
+    """End a pass: write its tokens to host memory and increment the number of passes.
 
-    passes: [1] int32, the number of passes so far; raised by one. tokens: [M] int64, or None.
-    told: [2, B] int64 with B at least M, two buffers in host memory, chosen as in `fetch_staged`.
-    ended: [1] int32 in host memory, gets the new count.
+    passes: [1] int32, the number of passes completed before this one; incremented.
+    tokens: [M] int64, or None if the pass has no tokens to report.
+    told: [2, B] int64 with B at least M, two buffers in host memory. An even `passes` writes the
+        first, an odd one the second.
+    ended: [1] int32 in host memory; set to the new number of passes.
     """
     if tokens is not None:
         told[int(passes) % 2, : len(tokens)] = tokens

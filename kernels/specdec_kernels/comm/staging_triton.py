@@ -1,4 +1,5 @@
-"""Kernels that begin and end a captured pass. They read and write host memory."""
+"""Kernels that run first and last in a forward pass captured in a CUDA graph. They read its inputs
+from host memory and write its tokens there."""
 
 import triton
 import triton.language as tl

@@ -1,9 +1,11 @@
-"""The down projections of the chosen experts, for a few tokens, with residual and next norm.
+"""The down projections of the chosen experts, for a few tokens. The kernel also adds the residual
+and prepares the next norm.
 
-A program computes some features of the residual stream for all tokens. It loops over the plan's
-slots, one per chosen expert, and adds each expert's output to the rows of the tokens that chose it.
-The weighted sum thus needs neither atomics nor a separate pass, and its order is fixed. With more
-tokens, several programs divide the slots, and the last of them adds up their partial sums.
+A program computes some features of the residual stream for all tokens. It loops over the slots of
+the `ExpertPlan`, one per chosen expert, and adds each expert's output to the rows of the tokens
+that chose it. So the sum needs neither atomics nor a separate kernel, and is always added up in the
+same order. With `splits` > 1, several programs divide the slots, and the last of them to finish
+adds up their partial sums.
 """
 
 from typing import Any
@@ -53,28 +55,28 @@ from specdec_kernels.linear.stored_sums_triton import stored_sums
 @triton.jit(do_not_specialize=["num_rows"])
 def down_kernel(
     x_ptr,  # [P, T, F], from `gate_up_kernel`
-    count_ptr,  # the plan's tensors
+    count_ptr,  # this and the next 3: the first fields of `ExpertPlan`
     experts_ptr,
     chosen_ptr,
     weights_ptr,
-    down_ptr,  # [E, N, F], or its codes [E, N, bytes]
-    scales_ptr,  # [E, N / FORM.high, FORM.groups], or None
-    zeros_ptr,  # the same shape, or None
+    down_ptr,  # [E, N, F], or quantised codes as uint8 [E, N, bytes per row]
+    scales_ptr,  # [E, N / FORM.high, FORM.groups]; None if not quantised
+    zeros_ptr,  # shaped like the scales; None if the quantisation has none
     bias_ptr,  # [E, N], or None
     residual_ptr,  # [T, N]
     norm_ptr,  # [N]
     out_ptr,  # [T, N], out
-    scaled_ptr,  # [T, N], out times norm, out
+    scaled_ptr,  # [T, N], out: the sum in out_ptr times the norm's weight
     out_squares_ptr,  # [T, N / BLOCK_N] fp32, out
-    partial_ptr,  # [SPLITS, T, N] fp32, out; only with SPLITS > 1
-    counters_ptr,  # [>= N / BLOCK_N] int32, zeros; only with SPLITS > 1
+    partial_ptr,  # [TILES.splits, T, N] fp32, out; None for one split
+    counters_ptr,  # [>= N / block_n] int32, zeros; None for one split
     num_rows,
     num_features,  # N
     residual_stride,
     F: tl.constexpr,
-    FORM: tl.constexpr,  # the form of a quantised weight, else None
+    FORM: tl.constexpr,  # `Form` of a quantised weight, or None
     TILES: tl.constexpr,
-    PREFETCH: tl.constexpr,  # elements of each weight row to prefetch
+    PREFETCH: tl.constexpr,  # elements to prefetch from each weight row
     DEPENDENT: tl.constexpr,
 ):
     SWAP: tl.constexpr = TILES.block_m < 16 or FORM is not None
@@ -107,8 +109,8 @@ def down_kernel(
     sums = zero_sums(TILES.block_m, TILES.block_n, TILES.slices, SWAP)
     if FORM is None:
         inside = depth_of(0, TILES.block_k, TILES.slices)
-        # Load the next expert's index one step ahead. If the index were loaded in the same step as
-        # the weights, their loads would get only half of the pipeline's buffers.
+        # Load the next expert's index one step ahead. If weights were loaded in the same step as
+        # the index that their addresses need, Triton would pipeline them with half as many buffers.
         expert = tl.load(experts_ptr + first, mask=first < last, other=0)
         bits = tl.load(chosen_ptr + first, mask=first < last, other=0)
         for step in range(first * CHUNKS, last * CHUNKS):
@@ -169,11 +171,13 @@ def down_add_norm_triton(
     norm_weight: Tensor,
     eps: float,
 ) -> Normed:
-    """Add the down projections of all chosen experts to the residual stream [T, N], and prepare the
-    norm that follows.
+    """Add the down projections of all chosen experts to the residual stream, and prepare the norm
+    that follows.
 
     Args:
         x: [P, T, F], the result of `gate_up_triton`.
+        residual: [T, N], rows contiguous.
+        norm_weight: [N].
     """
     num_rows, num_features = residual.shape
     width = experts.num_features
@@ -199,8 +203,11 @@ def down_add_norm_triton(
 
 
 def down_constants(width: int, experts: Experts, tiles: ExpertTiles, early: bool) -> dict[str, Any]:
-    """Return the kernel's constants and Triton's own options. early: whether the kernel starts
-    before its predecessor has ended."""
+    """Return the constexpr arguments of `down_kernel` and its launch options.
+
+    width: F, the number of features inside an expert.
+    early: whether the kernel may start before its predecessor has ended.
+    """
     held = operands_of(experts.down)[0]
     prefetch = power_of_2_to(held.shape[-1])  # must not reach past the end of the weight
     ahead = tiles.ahead if early and prefetch * held.element_size() >= CACHE_LINE else 0

@@ -1,8 +1,9 @@
 """The gate and up projections of the chosen experts, for a few tokens.
 
-A program computes some features of the expert in one slot of the plan. It loads only the rows of
-tokens that chose the expert, and reads its weights once for any number of tokens. The results are
-multiplied by the routing weights here, in fp32, so that the next matmul only needs to sum.
+A program computes some features of one expert, the one in its slot of the `ExpertPlan`. It loads
+only the rows of the tokens that chose the expert, and reads the expert's weights once for any
+number of tokens. The results are multiplied by the routing weights here, in fp32, so that the down
+projection only needs to add up the experts' outputs.
 """
 
 from typing import Any
@@ -41,8 +42,10 @@ CLAMPED_KIND = tl.constexpr(CLAMPED)
 
 @triton.jit
 def has_chosen(bits, row):
-    """Return True for tokens `row` [M] that chose a slot's expert. bits: the slot's value of
-    `ExpertPlan.chosen`."""
+    """Return a mask [M] of the tokens `row` [M] that chose the expert of a slot.
+
+    bits: the slot's value in `ExpertPlan.chosen`, one bit per token.
+    """
     return ((bits >> row.to(tl.int64)) & 1) != 0
 
 
@@ -61,16 +64,16 @@ def gated(gate, up, slope, limit, ACTIVATION: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def gate_up_kernel(
     x_ptr,  # [T, K]
-    count_ptr,  # the plan's tensors; factors only with SCALED
+    count_ptr,  # this and the next 4: the fields of `ExpertPlan`; factors only if SCALED
     experts_ptr,
     chosen_ptr,
     weights_ptr,
     factors_ptr,
-    gate_up_ptr,  # [E, 2 F, K], or its codes [E, 2 F, bytes]
-    scales_ptr,  # [E, 2 F / FORM.high, FORM.groups], or None
-    zeros_ptr,  # the same shape, or None
+    gate_up_ptr,  # [E, 2 F, K], or quantised codes as uint8 [E, 2 F, bytes per row]
+    scales_ptr,  # [E, 2 F / FORM.high, FORM.groups]; None if not quantised
+    zeros_ptr,  # shaped like the scales; None if the quantisation has none
     bias_ptr,  # [E, 2 F], or None
-    out_ptr,  # [P, T, F], rows of tokens that chose the slot's expert, out
+    out_ptr,  # [P, T, F], out; a slot's rows are written only for tokens that chose its expert
     num_rows,
     num_features,  # F
     x_stride,
@@ -80,7 +83,7 @@ def gate_up_kernel(
     SCALED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    FORM: tl.constexpr,  # the form of a quantised weight, else None
+    FORM: tl.constexpr,  # `Form` of a quantised weight, or None
     TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -158,12 +161,14 @@ def gate_up_kernel(
 
 
 def gate_up_triton(x: Tensor, plan: ExpertPlan, experts: Experts, tiles: ExpertTiles) -> Tensor:
-    """Return the gated features of each slot's tokens, times their routing weights: [P, T, F].
+    """Compute the gate and up projections of the chosen experts. Return the activated gate times up
+    times the routing weight, [P, T, F], for each slot of the plan and each token.
 
-    Rows of tokens that did not choose a slot's expert are undefined.
+    A slot's rows are undefined for tokens that did not choose its expert.
 
     Args:
-        x: [T, K], rows contiguous. The results for row t are multiplied by the plan's factor t.
+        x: [T, K], rows contiguous. If it is not normalised yet, the projections of token t are
+            multiplied by `plan.factors[t]`.
     """
     (num_rows, width), num_features = x.shape, experts.num_features
     slots = len(plan.experts)
@@ -183,8 +188,11 @@ def gate_up_triton(x: Tensor, plan: ExpertPlan, experts: Experts, tiles: ExpertT
 def gate_up_constants(
     width: int, scaled: bool, experts: Experts, tiles: ExpertTiles
 ) -> dict[str, Any]:
-    """Return the kernel's constants and Triton's own options. scaled: whether the plan has
-    factors."""
+    """Return the constexpr arguments of `gate_up_kernel` and its launch options.
+
+    width: K, the number of input features.
+    scaled: whether `ExpertPlan.factors` is not None.
+    """
     return options_of(tiles) | {
         "K": width,
         "SCALED": scaled,

@@ -2,7 +2,8 @@
 
 Each program computes the logits of some tokens and experts. The last program to finish a tile of
 tokens chooses their experts, and appends each pair of a token and an expert to the expert's list.
-The order of an expert's pairs thus varies, but no result depends on it. The host reads nothing.
+The order of an expert's pairs thus varies between runs, but no result depends on it. No result is
+copied to the host, so the host does not wait.
 """
 
 from functools import partial
@@ -22,23 +23,24 @@ from specdec_kernels.experts.route_triton import (
 from specdec_kernels.launch_triton import is_last
 from specdec_kernels.linear.reference import Normed
 
-SIZES = tl.constexpr(1024)  # index of the first counter of pairs; those before count programs
+# Counters before this index count finished programs. The others count each expert's pairs.
+SIZES = tl.constexpr(1024)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def group_kernel(
     x_ptr,  # [T, K]
-    squares_ptr,  # [T, P] fp32, partial sums of squares of each row; only with PARTS
+    squares_ptr,  # [T, PARTS] fp32, partial sums of each row's squares; None if PARTS is 0
     router_ptr,  # [E, K]
     bias_ptr,  # [E], or None
     choice_bias_ptr,  # [E], or None
     logits_ptr,  # [T, E], out
     counters_ptr,  # [>= SIZES + E] int32, zeros
-    sizes_ptr,  # the groups' tensors, out; factors only with PARTS
+    sizes_ptr,  # this and the next 3: the fields of `PairGroups`, out; factors if PARTS > 0
     pairs_ptr,
     weights_ptr,
     factors_ptr,
-    read_ptr,  # [1] int32, the number of experts that have a pair, out; or None
+    read_ptr,  # [1] int32, out: the number of experts with at least one pair; or None
     num_rows,
     num_experts,  # E
     x_stride,

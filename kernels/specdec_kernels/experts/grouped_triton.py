@@ -1,10 +1,10 @@
 """The experts' matmuls over tokens grouped by expert.
 
-A program computes some features of one expert for all of the expert's pairs, one block of pairs at
-a time. An expert nearly always has one block, so each weight is read once. With more blocks, the
-weight is still in the L2 cache. The grid covers all experts, so the host needs no counts from the
-device. Features are the rows of the matmul and pairs its columns, so that tensor cores can read the
-weights from where they were loaded.
+A pair is a token and one of its experts. A program computes some features of one expert for all of
+the expert's pairs, one block of pairs at a time. An expert nearly always has a single block, so
+each weight is read once. For further blocks, the weight is still in the L2 cache. The grid covers
+all experts, so the host need not know how many pairs each has. Features are the rows of the matmul
+and pairs its columns, so that tensor cores can read the weights from where they were loaded.
 """
 
 from typing import Any
@@ -43,14 +43,14 @@ from specdec_kernels.linear.stored_sums_triton import stored_sums
 
 @triton.jit(do_not_specialize=["num_rows"])
 def grouped_linear_kernel(
-    x_ptr,  # [T * C / PAIRS, K], PAIRS consecutive pairs share a row
-    sizes_ptr,  # the groups' tensors; factors only with SCALED
+    x_ptr,  # [T * C / PAIRS, K]; row p // PAIRS is the input of pair p
+    sizes_ptr,  # this and the next 2: fields of `PairGroups`; factors only if SCALED
     pairs_ptr,
     factors_ptr,
-    weight_ptr,  # [E, N, K], or its codes as bytes; with ACTIVATION [E, 2 N, K]
-    scales_ptr,  # [E, N / FORM.high, FORM.groups], or [E, 2 N / FORM.high, ...], or None
-    zeros_ptr,  # the same shape, or None
-    bias_ptr,  # [E, N], or [E, 2 N], or None
+    weight_ptr,  # [E, R, K], R = 2 N with ACTIVATION, else N; or codes as uint8 [E, R, bytes]
+    scales_ptr,  # [E, R / FORM.high, FORM.groups]; None if not quantised
+    zeros_ptr,  # shaped like the scales; None if the quantisation has none
+    bias_ptr,  # [E, R], or None
     out_ptr,  # [T * C, N], out
     num_rows,  # T
     num_features,  # N
@@ -60,9 +60,9 @@ def grouped_linear_kernel(
     K: tl.constexpr,
     PAIRS: tl.constexpr,
     SCALED: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # "" without a gate
+    ACTIVATION: tl.constexpr,  # of gate and up; "" for the down projection
     INTERLEAVED: tl.constexpr,
-    FORM: tl.constexpr,  # the form of a quantised weight, else None
+    FORM: tl.constexpr,  # `Form` of a quantised weight, or None
     TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -150,9 +150,12 @@ def grouped_product(
 ) -> Tensor:
     """Compute one of the experts' two matmuls for every pair of a token and an expert.
 
-    With `is_gate`, x is [T, K], rows contiguous, and the result is the gated features [T * C, F];
-    results for row t are multiplied by the groups' factor t. Otherwise x is those features, and the
-    result is each pair's output [T * C, N], not yet multiplied by its routing weight.
+    With `is_gate`, this is the gate and up projection. x is [T, K], rows contiguous, and the result
+    is the activated gate times up, [T * C, F]. If x is not normalised yet, the projections of token
+    t are multiplied by `groups.factors[t]`.
+
+    Otherwise this is the down projection. x is the result of the first matmul, and the result is
+    each pair's output [T * C, N], not yet multiplied by its routing weight.
     """
     if not is_gate:
         groups = groups._replace(factors=None)
@@ -177,8 +180,12 @@ def grouped_product(
 def grouped_constants(
     width: int, scaled: bool, experts: Experts, tiles: GroupTiles, is_gate: bool
 ) -> dict[str, Any]:
-    """Return the kernel's constants and Triton's own options. scaled: whether the groups have
-    factors."""
+    """Return the constexpr arguments of `grouped_linear_kernel` and its launch options.
+
+    width: K, the number of input features.
+    scaled: whether `PairGroups.factors` is not None.
+    is_gate: True for gate and up, False for down.
+    """
     return options_of(tiles) | {
         "FORM": form_of(experts.gate_up if is_gate else experts.down),
         "TILES": tiles,
@@ -198,8 +205,11 @@ def grouped_mixture_add_norm(
     norm_weight: Tensor,
     eps: float,
 ) -> Normed:
-    """Compute `ops.mixture_add_norm` from the router's groups. tiles: the tiles of gate and up, and
-    the tiles of down."""
+    """Compute `ops.mixture_add_norm` after the router has grouped the pairs by expert.
+
+    groups: the router's result for x.
+    tiles: the tiles of gate and up, and those of down.
+    """
     inner = grouped_product(x.scaled, groups, experts, tiles[0], is_gate=True)
     parts = grouped_product(inner, groups, experts, tiles[1], is_gate=False)
     return combine_triton(parts, None, groups.weights, x.hidden, norm_weight, eps)

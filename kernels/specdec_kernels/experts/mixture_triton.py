@@ -1,6 +1,8 @@
-"""The second half of a decoder layer with experts on CUDA: chooses the kernels.
+"""The second half of a decoder layer with experts, on CUDA. This module chooses the kernels by the
+number of tokens.
 
-Few tokens take three kernels, more tokens take four, and many tokens use torch's grouped matmuls.
+For a few tokens it launches three kernels, for more tokens four. For many tokens it uses torch's
+grouped matmuls.
 """
 
 from typing import TypeVar
@@ -56,7 +58,8 @@ def mixture_add_norm_triton(x: Normed, experts: Experts, norm_weight: Tensor, ep
 def readable(
     experts: Experts, tiles: tuple[AnyTiles, AnyTiles], dtype: torch.dtype
 ) -> tuple[Experts, tuple[AnyTiles, AnyTiles]]:
-    """Return the experts with both weights in the form that `fitted` returns, and their tiles."""
+    """Apply `fitted` to both weights of the experts. Return the experts with weights that the
+    kernels can read, and the tiles for gate and up, and for down."""
     gate_up, first = fitted(experts.gate_up, tiles[0], dtype)
     down, second = fitted(experts.down, tiles[1], dtype)
     return experts._replace(gate_up=gate_up, down=down), (first, second)
@@ -65,8 +68,9 @@ def readable(
 def fitted(
     weight: Tensor | Stored, tiles: AnyTiles, dtype: torch.dtype
 ) -> tuple[Tensor | Stored, AnyTiles]:
-    """Return a weight in a form that the kernels can read, and tiles for it. A quantised weight
-    stays quantised if the tiles can be cut to fit its groups; otherwise it is dequantised."""
+    """Return a weight that the kernels can read, and tiles that fit it. A quantised weight stays
+    quantised if the steps of the tiles can be aligned with its quantisation groups. Otherwise it is
+    dequantised to `dtype`."""
     if isinstance(weight, Tensor):
         return weight, tiles
     deep = tiles._replace(block_k=max(tiles.block_k, BLOCK))

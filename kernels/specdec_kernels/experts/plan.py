@@ -1,20 +1,25 @@
-"""The experts that tokens chose, in forms for kernels with fixed grids. A slot is an entry in the
-list of chosen experts. Only the device knows how many slots are in use."""
+"""The routers' results, as data structures that kernels with a fixed grid can read.
+
+The grid must not depend on how many experts the tokens chose, because only the device knows that
+number. A slot is an entry in the list of chosen experts, and some slots may be unused.
+"""
 
 from typing import NamedTuple
 
 from torch import Tensor
 
-FEW_TOKENS = 16  # maximum tokens of a plan; there are tiles for up to this many
+FEW_TOKENS = 16  # maximum number of tokens in a plan; there are no tiles for more
 
 
 def are_few(num_rows: int, num_chosen: int, num_experts: int) -> bool:
-    """Return whether a plan is best for T = `num_rows` tokens, because many experts get none."""
+    """Return whether to use an `ExpertPlan` for T = `num_rows` tokens: they must be few, and so few
+    that some experts are not chosen by any token."""
     return 0 < num_rows <= FEW_TOKENS and num_rows * num_chosen < num_experts
 
 
 class ExpertPlan(NamedTuple):
-    """The chosen experts in ascending order, in P = min(E, T * C) slots. Some slots are unused."""
+    """The experts that T tokens chose, in ascending order, in P = min(E, T * C) slots. If tokens
+    chose the same experts, the last slots are unused."""
 
     used: Tensor
     """[1] int32, the number of slots in use. The fields below are undefined in unused slots."""
@@ -25,19 +30,20 @@ class ExpertPlan(NamedTuple):
     weights: Tensor
     """[P, T] fp32, routing weights; 0 for tokens that did not choose the expert."""
     factors: Tensor | None
-    """[T] fp32, by which the matmul's results for each token are multiplied, because its input is
-    not normalised yet; None if it is."""
+    """[T] fp32, 1 / RMS of each token, by which gate and up are multiplied if the experts' input is
+    not normalised yet. None if it is normalised."""
 
 
 class PairGroups(NamedTuple):
-    """All pairs of a token and one of its experts, grouped by expert. Pair t * C + c belongs to
-    token t and to the c-th of its experts in ascending order."""
+    """All pairs of a token and one of its experts, grouped by expert. Pair number t * C + c
+    consists of token t and the c-th of its experts in ascending order."""
 
     sizes: Tensor
     """[E] int32, the number of pairs per expert."""
     pairs: Tensor
-    """[E, T] int32, each expert's pairs in any order. Entries after the last pair are undefined."""
+    """[E, T] int32, the numbers of each expert's pairs, in any order. Entries after an expert's
+    last pair are undefined."""
     weights: Tensor
     """[T, C] fp32, the routing weight of each pair."""
     factors: Tensor | None
-    """As in `ExpertPlan`."""
+    """[T] fp32, or None, the same as `ExpertPlan.factors`."""

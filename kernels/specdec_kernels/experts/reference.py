@@ -3,8 +3,14 @@
 A router scores all experts for each token, and the token passes through the few with the highest
 scores (Shazeer et al., arXiv 1701.06538). Scores are rounded as transformers rounds them. Sigmoid
 scores, with groups of experts and a bias that only affects the choice, come from DeepSeek-V3 (arXiv
-2412.19437). Legend: T packed tokens; K and N features of the residual stream, read and written; E
-experts; F features inside an expert; C experts per token.
+2412.19437).
+
+Dimensions in shapes:
+    T: packed tokens
+    K, N: features of the residual stream, of an expert's input and output
+    E: experts
+    F: features inside an expert
+    C: experts per token
 """
 
 from typing import NamedTuple
@@ -18,7 +24,7 @@ from specdec_kernels.linear.reference import Normed, gate, normed
 from specdec_kernels.linear.stored import Stored, plain_of
 
 CLAMPED = "clamped"  # an activation that only experts have, see `activated`
-TINY = 1e-20  # added to a sum of sigmoids before weights are divided by it
+TINY = 1e-20  # added to the sum by which sigmoid weights are divided
 
 
 class Routing(NamedTuple):
@@ -27,21 +33,21 @@ class Routing(NamedTuple):
     num_chosen: int
     """C, the number of experts that a token chooses."""
     softmax_first: bool = True
-    """Softmax over all experts; otherwise over the chosen experts only."""
+    """True: softmax over all experts' logits. False: only over those of the chosen experts."""
     renormalise: bool = False
     """Divide the probabilities of the chosen experts by their sum."""
     rounds: bool = True
-    """Weights are rounded to the dtype of the logits; otherwise they stay fp32."""
+    """True: round the weights to the dtype of the logits. False: keep them in fp32."""
     sigmoid: bool = False
-    """Scores are sigmoids of fp32 logits instead of probabilities; `softmax_first` and `rounds` are
-    then unused."""
+    """Scores are sigmoids of fp32 logits instead of softmax probabilities. If True, `softmax_first`
+    and `rounds` are not used."""
     num_groups: int = 1
-    """With `sigmoid`: the number of groups, of equal size, of consecutive experts."""
+    """With `sigmoid`: the number of groups into which consecutive experts are divided equally."""
     kept_groups: int = 1
-    """With `num_groups` > 1: the number of groups from which a token may choose experts. These are
-    the groups whose two highest scores have the largest sum."""
+    """With `num_groups` > 1: the number of groups from which a token may choose experts. The groups
+    whose two highest scores have the largest sums are kept."""
     scaling: float = 1.0
-    """With `sigmoid`: multiplies the weights."""
+    """With `sigmoid`: the factor by which the weights are multiplied."""
 
 
 class Experts(NamedTuple):
@@ -50,8 +56,8 @@ class Experts(NamedTuple):
     router: Tensor
     """[E, K], the router's weight."""
     gate_up: Tensor | Stored
-    """[E, 2F, K], first the gate's rows, then those of up. With `interleaved`, rows of gate and up
-    alternate."""
+    """[E, 2F, K], the rows of the gate projection and then those of the up projection. With
+    `interleaved`, rows of gate and up alternate."""
     down: Tensor | Stored
     """[E, N, F], the down projections."""
     routing: Routing
@@ -60,19 +66,20 @@ class Experts(NamedTuple):
     router_bias: Tensor | None = None
     """[E], added to the router's logits."""
     choice_bias: Tensor | None = None
-    """[E], with `Routing.sigmoid`: added to the scores when experts are chosen, but not to the
-    weights."""
+    """[E], or None. With `Routing.sigmoid`: added to the scores to choose experts. The weights are
+    computed from the scores without it."""
     gate_up_bias: Tensor | None = None
     """[E, 2F], in the order of `gate_up`."""
     down_bias: Tensor | None = None
     """[E, N], added to the down projection."""
     interleaved: bool = False
     slope: float = 1.702
-    """CLAMPED: the factor inside the sigmoid."""
+    """For the activation CLAMPED: the factor inside the sigmoid."""
     limit: float = 7.0
-    """CLAMPED: the maximum of the gate and of the absolute value of up."""
+    """For the activation CLAMPED: the maximum of the gate and of the absolute value of up."""
     read: Tensor | None = None
-    """[1] int32, out: the number of experts that the last call chose and whose weights it read."""
+    """[1] int32, or None. Each call writes to it the number of experts that were chosen, whose
+    weights it therefore read."""
 
     @property
     def num_experts(self) -> int:
@@ -88,13 +95,14 @@ class Routes(NamedTuple):
     """The experts of each token."""
 
     experts: Tensor
-    """[T, C] int64, their indices."""
+    """[T, C] int64, the indices of the chosen experts."""
     weights: Tensor
-    """[T, C], by which the experts' outputs are multiplied."""
+    """[T, C], the factors by which the experts' outputs are multiplied."""
 
 
 def logits_of(x: Tensor, experts: Experts) -> Tensor:
-    """Return the router's logits [T, E] for x [T, K]; in fp32 or wider if scores are sigmoids."""
+    """Return the router's logits [T, E] for x [T, K]. They are in fp32 or wider if
+    `Routing.sigmoid` is set."""
     router, bias = experts.router, experts.router_bias
     if experts.routing.sigmoid:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -103,8 +111,11 @@ def logits_of(x: Tensor, experts: Experts) -> Tensor:
 
 
 def routes_of(logits: Tensor, routing: Routing, choice_bias: Tensor | None = None) -> Routes:
-    """Choose experts and compute their weights from a router's logits [T, E]. choice_bias: as in
-    `Experts`."""
+    """Choose each token's experts and compute their weights.
+
+    logits: [T, E], from `logits_of`.
+    choice_bias: [E], or None, from `Experts.choice_bias`.
+    """
     if routing.sigmoid:
         return _routes_by_sigmoids(logits, routing, choice_bias)
     if not routing.softmax_first:
@@ -136,7 +147,8 @@ def _routes_by_sigmoids(logits: Tensor, routing: Routing, choice_bias: Tensor | 
 
 
 def activated(gate_up: Tensor, experts: Experts) -> Tensor:
-    """Apply the activation to the gate and multiply it by up: [..., F] from [..., 2F].
+    """Apply the activation to the gate and multiply it by up. gate_up is [..., 2F], in the order of
+    `Experts.gate_up`, and the result [..., F].
 
     CLAMPED is gpt-oss's activation. With g = min(gate, limit) and u = up clamped to +-limit, it is
     g * sigmoid(slope * g) * (u + 1).
@@ -152,8 +164,8 @@ def activated(gate_up: Tensor, experts: Experts) -> Tensor:
 
 
 def mixture_reference(x: Tensor, routes: Routes, experts: Experts) -> Tensor:
-    """Return the weighted sum [T, N] of the chosen experts' outputs for x [T, K]. The host reads
-    the routes."""
+    """Return the weighted sum [T, N] of the chosen experts' outputs for x [T, K]. On a GPU this is
+    slow, because the host must wait for the routes."""
     num_rows, count = routes.experts.shape
     order = routes.experts.flatten().argsort(stable=True)
     sizes = torch.bincount(routes.experts.flatten(), minlength=experts.num_experts).tolist()
@@ -181,8 +193,12 @@ def mixture_add_norm(x: Normed, experts: Experts, norm_weight: Tensor, eps: floa
     """Add the weighted sum of the chosen experts' outputs to the residual stream, and apply the
     norm that follows.
 
-    x: [T, K], as returned by `linear_add_norm` or `add_norm`. experts: contiguous; `experts.read`
-    is written. norm_weight: [K]; it and eps belong to the next layer's norm, or to the final one.
+    x: [T, K], as returned by `linear_add_norm` or `add_norm`.
+    experts: the weights must be contiguous. The number of chosen experts is written to
+        `experts.read` if that is not None.
+    norm_weight: [K], the weight of the next layer's norm, or of the final norm.
+    eps: the epsilon of the same norm.
+
     Returns the new residual stream, in `hidden`, and the input of the next matmul.
     """
     assert x.squares is None

@@ -30,14 +30,17 @@ from specdec_kernels.linear.few_rows_triton import (
 )
 from specdec_kernels.linear.reference import Normed
 
-NONE = tl.constexpr(-(1 << 62))  # sorts after every score
+NONE = tl.constexpr(-(1 << 62))  # lower than every score's key
 LEAST = tl.constexpr(TINY)
 
 
 @triton.jit
 def load_tile(rows_ptr, live, start, K: tl.constexpr, DEPTH: tl.constexpr, SLICES: tl.constexpr):
-    """Load DEPTH numbers of each row from `start` on, with zeros past the row's end. rows_ptr: [R],
-    pointers to rows of K numbers."""
+    """Load DEPTH values of each row, from column `start` on, with zeros past the end of the row.
+
+    rows_ptr: [R], pointers to rows of K values.
+    live: [R], False for rows that are not loaded; they are zeros.
+    """
     k = depth_of(start, DEPTH, SLICES)
     mask = along_rows(live, SLICES) & along_depth(k < K, SLICES)
     return tl.load(tile_at(rows_ptr, k, SLICES), mask=mask, other=0.0)
@@ -45,14 +48,17 @@ def load_tile(rows_ptr, live, start, K: tl.constexpr, DEPTH: tl.constexpr, SLICE
 
 @triton.jit
 def chosen_of(scores, known, NUM_CHOSEN: tl.constexpr):
-    """Return int32 [M, E], 1 for the NUM_CHOSEN highest of each row's fp32 scores [M, E], else 0.
-    Of equal scores the first wins.
+    """Choose the NUM_CHOSEN experts with the highest scores in each row. If scores are equal, the
+    expert with the lower index is chosen first.
 
-    known: [1, E], false past the last expert.
+    scores: fp32 [M, E].
+    known: [1, E], False for columns past the last expert.
+
+    Returns int32 [M, E], 1 for chosen experts, else 0.
     """
     column = tl.arange(0, scores.shape[1])
-    # One integer holds score and column. Its maximum is faster to compute than a maximum over pairs
-    # of score and column.
+    # Combine score and column into one integer key. The maximum of such keys is faster to compute
+    # than the maximum of scores together with its column.
     bits = scores.to(tl.int32, bitcast=True)
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
     # Even a row of NaNs must not choose an index past the last expert, where there is no weight.
@@ -67,8 +73,8 @@ def chosen_of(scores, known, NUM_CHOSEN: tl.constexpr):
 
 @triton.jit
 def in_best_groups(scores, num_experts, ROUTING: tl.constexpr):
-    """Return True for scores [M, E] in the groups that `Routing.kept_groups` keeps. Of equal groups
-    the first wins."""
+    """Return a mask [M, E] of the scores [M, E] that belong to each row's `Routing.kept_groups`
+    best groups of experts. If groups are equally good, the first one is kept."""
     column = tl.arange(0, scores.shape[1])[None, :]
     group = column // (num_experts // ROUTING.num_groups)
     totals = tl.full(scores.shape, float("-inf"), tl.float32)
@@ -101,9 +107,14 @@ def weights_by_sigmoids(logits, known, choice_bias, num_experts, ROUTING: tl.con
 
 @triton.jit
 def weights_of(logits, known, choice_bias, num_experts, dtype: tl.constexpr, ROUTING: tl.constexpr):
-    """Return the chosen experts, 1 or 0 [M, E], and their fp32 weights [M, E], 0 for the others.
+    """Choose experts and compute their weights, by the same rules as `routes_of`.
 
-    They follow `routes_of`. choice_bias: fp32 [E].
+    logits: fp32 [M, E].
+    known: [1, E], False for columns past the last expert.
+    choice_bias: fp32 [E].
+    dtype: the dtype to which weights are rounded with `Routing.rounds`.
+
+    Returns int32 [M, E], 1 for chosen experts, else 0, and fp32 weights [M, E], 0 for the others.
     """
     if ROUTING.sigmoid:
         chosen, weights = weights_by_sigmoids(logits, known, choice_bias, num_experts, ROUTING)
@@ -126,7 +137,7 @@ def weights_of(logits, known, choice_bias, num_experts, dtype: tl.constexpr, ROU
 
 @triton.jit
 def load_choice_bias(choice_bias_ptr, num_experts, BLOCK_ALL: tl.constexpr):
-    """Load the bias of each expert's score in fp32 [BLOCK_ALL]; zeros if there is none."""
+    """Load `Experts.choice_bias` as fp32 [BLOCK_ALL], or return zeros if there is none."""
     column = tl.arange(0, BLOCK_ALL)
     bias = tl.zeros([BLOCK_ALL], tl.float32)
     if choice_bias_ptr is not None:
@@ -138,10 +149,11 @@ def load_choice_bias(choice_bias_ptr, num_experts, BLOCK_ALL: tl.constexpr):
 
 @triton.jit
 def load_routes(logits_ptr, choice_bias, row, num_rows, num_experts, ROUTING: tl.constexpr):
-    """Return `weights_of` for tokens `row` [M], from the logits that all programs have stored."""
+    """Load the logits of the tokens `row` [M], which all programs have stored, and return
+    `weights_of` for them."""
     column = tl.arange(0, choice_bias.shape[0])
     known = (column < num_experts)[None, :]
-    # Rows past the last one repeat it, so that no row is divided by zero.
+    # Rows past the last token repeat its logits, because a row of only -inf would give NaNs.
     place = tl.minimum(row, num_rows - 1)[:, None] * num_experts + column[None, :]
     logits = tl.load(logits_ptr + place, mask=known, other=float("-inf"), cache_modifier=".cg")
     dtype: tl.constexpr = logits_ptr.dtype.element_ty
@@ -166,8 +178,10 @@ def store_logits(
     TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Compute and store the logits of some tokens and experts, as the first step of a program. This
-    waits for the preceding kernel. The arguments are those of `route_kernel`.
+    """Compute and store the logits of this program's tile of tokens and experts.
+
+    Both router kernels call this first, because it waits for the preceding kernel. The arguments
+    are those of `route_kernel`.
     """
     DEPTH: tl.constexpr = TILES.depth
     SLICES: tl.constexpr = TILES.slices
@@ -214,13 +228,13 @@ def store_logits(
 @triton.jit(do_not_specialize=["num_rows"])
 def route_kernel(
     x_ptr,  # [T, K]
-    squares_ptr,  # [T, P] fp32, partial sums of squares of each row; only with PARTS
+    squares_ptr,  # [T, PARTS] fp32, partial sums of each row's squares; None if PARTS is 0
     router_ptr,  # [E, K]
     bias_ptr,  # [E], or None
     choice_bias_ptr,  # [E], or None
     logits_ptr,  # [T, E], out
     counters_ptr,  # [>= 1] int32, zeros
-    count_ptr,  # the plan's tensors, out; factors only with PARTS
+    count_ptr,  # this and the next 4: the fields of `ExpertPlan`, out; factors if PARTS > 0
     experts_ptr,
     chosen_ptr,
     weights_ptr,
@@ -280,13 +294,17 @@ def route_triton(x: Normed, experts: Experts) -> ExpertPlan:
 def launch_router(
     kernel: Any, x: Normed, experts: Experts, out: tuple[Tensor | None, ...], **constants: Any
 ) -> None:
-    """Launch a router kernel. Its arguments are those of `route_kernel`, with the tensors `out` in
-    place of the plan's."""
+    """Launch `route_kernel` or `group_kernel`.
+
+    kernel: the kernel to launch.
+    out: the output tensors that follow the counters in its arguments.
+    constants: constexpr arguments that only this kernel has.
+    """
     rows, (num_rows, width) = x.scaled, x.scaled.shape
     num_experts, squares = experts.num_experts, x.squares
     assert rows.stride(1) == 1 and (squares is None or squares.is_contiguous())
     assert experts.router.shape == (num_experts, width) and experts.router.is_contiguous()
-    # transformers computes sigmoids of fp32 logits.
+    # As transformers does, compute sigmoids from fp32 logits.
     dtype = torch.float32 if experts.routing.sigmoid else rows.dtype
     logits = torch.empty((num_rows, num_experts), dtype=dtype, device=rows.device)
     parts = 0 if squares is None else squares.shape[1]
@@ -302,8 +320,11 @@ def launch_router(
 
 
 def router_constants(parts: int, experts: Experts, itemsize: int) -> dict[str, Any]:
-    """Return the constants of both routers and Triton's own options. parts: the number of partial
-    sums of squares per token."""
+    """Return the constexpr arguments that both router kernels have, and their launch options.
+
+    parts: the number of partial sums of squares per token; 0 if x is normalised.
+    itemsize: bytes per value of x.
+    """
     num_experts, width = experts.router.shape
     tiles = router_tiles(width, itemsize)
     return {

@@ -15,7 +15,7 @@ from specdec_kernels.linear.reference import Normed
 @triton.jit
 def combine_kernel(
     parts_ptr,  # [T * C, K]
-    places_ptr,  # [T, C] int64, rows of `parts`; None if pairs are in order
+    places_ptr,  # [T, C] int64, the row in parts_ptr of each pair; None if in pair order
     weights_ptr,  # [T, C]
     residual_ptr,  # [T, K]
     norm_ptr,  # [K]
@@ -60,8 +60,9 @@ def combine_triton(
 
     Args:
         parts: [T * C, K], contiguous, the output of each pair of a token and an expert.
-        places: [T, C] int64, the row of `parts` for each pair; None if it is t * C + c.
-        weights: [T, C].
+        places: [T, C] int64, the row of `parts` that holds the output of token t and its expert c.
+            None if that row is t * C + c.
+        weights: [T, C], the routing weight of each pair.
         residual: [T, K], rows contiguous.
     """
     num_rows, width = residual.shape
@@ -86,8 +87,8 @@ def combine_triton(
 
 
 def sorted_mixture_add_norm(x: Normed, experts: Experts, norm_weight: Tensor, eps: float) -> Normed:
-    """Compute `ops.mixture_add_norm` for an x [T, K] whose norm is finished. The host reads
-    nothing."""
+    """Compute `ops.mixture_add_norm` for an x [T, K] that is already normalised. The host does not
+    wait for any result."""
     assert x.squares is None
     routes = routes_of(logits_of(x.scaled, experts), experts.routing, experts.choice_bias)
     if experts.read is not None:
@@ -98,8 +99,11 @@ def sorted_mixture_add_norm(x: Normed, experts: Experts, norm_weight: Tensor, ep
 
 
 def sorted_parts(x: Tensor, routes: Routes, experts: Experts) -> tuple[Tensor, Tensor]:
-    """Compute the outputs of all chosen experts for x [T, K]. Return them sorted by expert,
-    [T * C, N], and the row [T, C] of each token's outputs among them."""
+    """Compute the outputs of each token's chosen experts for x [T, K].
+
+    Returns the outputs [T * C, N], sorted by expert, and int64 [T, C], the rows that hold the
+    outputs of each token.
+    """
     count = routes.experts.shape[1]
     chosen, order = routes.experts.flatten().sort(stable=True)
     all_experts = torch.arange(experts.num_experts, device=x.device)
@@ -119,7 +123,13 @@ def sorted_parts(x: Tensor, routes: Routes, experts: Experts) -> tuple[Tensor, T
 def _products(
     x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, ends: Tensor
 ) -> Tensor:
-    """Multiply x [S, K], sorted by expert, by the weights [E, N, K] of its experts `chosen` [S].
-    ends: int32 [E], the row after each expert's last one."""
+    """Multiply each row of x by the weight of its expert, and add the expert's bias.
+
+    x: [S, K], rows sorted by expert.
+    weight: [E, N, K].
+    bias: [E, N], or None.
+    chosen: [S], the expert of each row.
+    ends: int32 [E], the index after each expert's last row.
+    """
     out = F.grouped_mm(x, weight.transpose(-1, -2), offs=ends)
     return out if bias is None else out + bias[chosen]

@@ -6,7 +6,7 @@ from specdec_kernels.gpu import SHARED_MEMORY
 from specdec_kernels.linear.tiles import SCRATCH
 from specdec_kernels.tiles import Case, first_fit
 
-MANY_TOKENS = 512  # maximum tokens for `grouped_triton`; more tokens take `sorted_triton`
+MANY_TOKENS = 512  # maximum tokens for `grouped_triton`; beyond, `sorted_triton` is used
 
 
 class ExpertTiles(NamedTuple):
@@ -15,24 +15,27 @@ class ExpertTiles(NamedTuple):
     block_m: int  # at least the number of tokens; if below 16, tokens are the matmul's columns
     block_n: int  # features per program
     block_k: int  # step along the reduction dimension
-    slices: int  # equal divisions of block_k, each for some of the warps
-    splits: int  # programs that divide the list of chosen experts; 1 for gate and up
-    ahead: int  # experts whose weights a program prefetches before the wait; 0 for gate and up
+    slices: int  # block_k is divided into this many slices, each handled by some of the warps
+    splits: int  # number of programs that divide the chosen experts; 1 for gate and up
+    # Number of experts whose weights a program prefetches before it waits for the preceding kernel.
+    # It is 0 for gate and up.
+    ahead: int
     num_warps: int
     num_stages: int
 
 
-# Tiles of gate and up, and of down, by maximum tokens (scripts/bench/experts.py, experts of 2048 x
-# 768). From 8 tokens on, there are so many chosen experts that dividing them among programs pays,
-# although the last program of a block must wait for the others.
+# Each case holds tiles of gate and up, tiles of down, and the maximum number of tokens for which
+# they are used. They were measured with scripts/bench/experts.py on experts of 2048 x 768. For
+# down it pays to divide the chosen experts among programs, although the last program of a block
+# must add up the partial sums of the others.
 H200 = (
     Case((ExpertTiles(8, 64, 128, 1, 1, 0, 4, 4), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 5)), (2,)),
     Case((ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 5)), (8,)),
     Case((ExpertTiles(16, 32, 256, 1, 1, 0, 4, 3), ExpertTiles(16, 32, 128, 1, 8, 2, 4, 5)), (16,)),
 )
-# Tiles for quantised weights, which are the left operand for any number of tokens. Up to 16 tokens
-# use these tiles, even if every expert has some tokens: `STORED_GROUPS` was not measured for so few
-# tokens.
+# The same for quantised weights, which are the left operand for any number of tokens. These tiles
+# are used for all inputs of up to 16 tokens, even if every expert has some tokens, because
+# `STORED_GROUPS` was not measured for so few tokens.
 STORED = (
     Case((ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 4)), (2,)),
     Case((ExpertTiles(8, 16, 256, 4, 1, 0, 4, 4), ExpertTiles(8, 16, 256, 4, 8, 2, 4, 4)), (8,)),
@@ -44,8 +47,12 @@ PARTIAL_SUMS = max(down.splits for (_, down), *_ in H200)
 def choose_expert_tiles(
     num_rows: int, itemsize: int, stored: bool = False
 ) -> tuple[ExpertTiles, ExpertTiles]:
-    """Return tiles of gate and up, and of down, for T = `num_rows` tokens. stored: whether the
-    weights are quantised; `mixture_triton.fitted` then fits the tiles to the weights' groups."""
+    """Return tiles of gate and up, and of down, for T = `num_rows` tokens.
+
+    itemsize: bytes per value of the activations.
+    stored: whether the weights are quantised. `mixture_triton.fitted` then aligns the tiles with
+        their quantisation groups.
+    """
     found = first_fit(STORED if stored else H200, (num_rows,))
     assert found is not None
     gate_up, down = found
@@ -58,32 +65,34 @@ def choose_expert_tiles(
 class RouterTiles(NamedTuple):
     """Launch configuration of the kernels of `route_triton` and `group_triton`."""
 
-    block_m: int  # tokens per program, the columns of one matmul
-    block_e: int  # experts per program, the rows of the matmul
+    block_m: int  # tokens per program, the columns of its matmul
+    block_e: int  # experts per program, the rows of its matmul
     depth: int  # step along the reduction dimension
-    slices: int  # equal divisions of that step, one per warp
-    early: int  # values of each router row to load before the wait
+    slices: int  # `depth` is divided into this many slices, one per warp
+    early: int  # values of each router row to load before waiting for the preceding kernel
 
 
 def router_tiles(width: int, itemsize: int) -> RouterTiles:
-    """Return tiles for rows of `width` values of `itemsize` bytes."""
+    """Return tiles for a router whose rows have `width` values of `itemsize` bytes."""
     return RouterTiles(8, 16, 2048 // itemsize, 8, min(width, 8192 // itemsize))
 
 
 class GroupTiles(NamedTuple):
     """Launch configuration of the kernel of `grouped_triton`."""
 
-    block_m: int  # pairs of an expert in one step
+    block_m: int  # (token, expert) pairs that a program computes at a time
     block_n: int  # features per program
     block_k: int  # step along the reduction dimension
     num_warps: int
     num_stages: int
-    slices: int = 1  # equal divisions of block_k; more than one for quantised weights
+    slices: int = 1  # block_k is divided into this many; above 1 if quantised
 
 
-# Tiles of gate and up, and of down, by maximum average pairs per expert. Some experts have three
-# times the average, because tokens of one sequence choose similar experts. A second block of pairs
-# reads all weights from L2 again, which takes nearly as long as the first.
+# Each case holds tiles of gate and up, tiles of down, and the maximum average number of pairs per
+# expert for which they are used. Most block_m are far above this average: tokens of a sequence
+# choose similar experts, so some experts have three times as many pairs. If these did not fit into
+# one block, a second block would read all weights from L2 again, which takes nearly as long as the
+# first.
 H200_GROUPS = (
     Case((GroupTiles(16, 64, 128, 4, 3), GroupTiles(16, 128, 128, 8, 3)), (6,)),
     Case((GroupTiles(32, 64, 64, 4, 5), GroupTiles(32, 128, 64, 8, 5)), (12,)),
@@ -105,9 +114,13 @@ def choose_group_tiles(
     room: int = SHARED_MEMORY,
     stored: bool = False,
 ) -> tuple[GroupTiles, GroupTiles] | None:
-    """Return tiles of gate and up, and of down, for T = `num_rows` tokens; None if the path of
-    `sorted_triton` is faster. room: bytes of shared memory that a program can use. stored: whether
-    the weights are quantised."""
+    """Return tiles of gate and up, and of down, for T = `num_rows` tokens, or None if
+    `sorted_triton` is faster.
+
+    itemsize: bytes per value of the activations.
+    room: bytes of shared memory that a program can use.
+    stored: whether the weights are quantised.
+    """
     pairs = num_rows * num_chosen / num_experts
     found = first_fit(STORED_GROUPS if stored else H200_GROUPS, (pairs,))
     if found is None or not 0 < num_rows <= MANY_TOKENS:
@@ -116,8 +129,13 @@ def choose_group_tiles(
 
 
 def _fitted(tiles: GroupTiles, weights: int, itemsize: int, room: int) -> GroupTiles:
-    """Fit tiles for 16-bit weights to `itemsize` and to `room`. weights: the number of weight tiles
-    that a program reads per step."""
+    """Adapt tiles that were chosen for 16-bit values on an H200.
+
+    weights: the number of weight tiles that a program reads per step.
+    itemsize: bytes per value. If it is above 2, `block_k` is halved.
+    room: bytes of shared memory that a program can use. If it is less than an H200's, `num_stages`
+        is reduced to fit.
+    """
     if itemsize > 2:
         tiles = tiles._replace(block_k=tiles.block_k // 2)
     if room >= SHARED_MEMORY:

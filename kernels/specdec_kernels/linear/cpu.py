@@ -2,9 +2,9 @@
 
 For 2 to 16 rows of fp32, torch's MKL takes 2 to 5 times as long as oneDNN with packed weights on
 AMD (Zen 4), and 0.6 to 0.9 times as long on Intel (Sapphire Rapids). In bf16 oneDNN is faster on
-both. Small fp32 weights are kept both plain and packed: single rows use the plain one, because a
-oneDNN call costs 15 us, or 60 us with cold caches, and its layout is opaque to other code. Legend:
-T packed tokens, K features read, N features written.
+both. Small fp32 weights are kept both plain and packed. Single rows use the plain one, because a
+oneDNN call costs 15 us, or 60 us with cold caches, and other code cannot read its layout. In
+shapes, T is the number of packed tokens, K of input features and N of output features.
 """
 
 import platform
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from specdec_kernels.linear.stored import Stored
 
-SMALL = 3 << 15  # weights up to this size are not packed, which is faster for 1 to 5 rows
-BOTH = 1 << 19  # fp32 weights up to this size also keep their plain form, for single rows
+SMALL = 3 << 15  # weights of up to this many elements are not packed: faster for 1 to 5 rows
+BOTH = 1 << 19  # fp32 weights of up to this many elements also keep a plain copy, for one row
 _ROWS = 8  # the row count given to oneDNN; it chooses the same layout for 2 to 64 rows
 
 
@@ -28,8 +28,8 @@ _ROWS = 8  # the row count given to oneDNN; it chooses the same layout for 2 to 
 class PackedWeight:
     """A weight [N, K] for matmuls on a CPU, made by `ops.pack_weight`.
 
-    blocks: the weight in oneDNN's opaque layout. plain: also the plain [N, K] for small weights;
-    otherwise None.
+    blocks: the weight in oneDNN's opaque layout.
+    plain: a copy in the usual layout, [N, K], if the weight is small; otherwise None.
     """
 
     blocks: Tensor
@@ -37,7 +37,7 @@ class PackedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of `blocks`, without padding at the end."""
+        """The size of `blocks` in bytes, without the padding at its end."""
         return self.blocks.numel() * self.blocks.dtype.itemsize
 
 
@@ -45,7 +45,7 @@ Weight = Tensor | PackedWeight | Stored
 
 
 def pays_to_pack(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN with packed weights is the faster way for this dtype on this CPU."""
+    """Return whether oneDNN with packed weights is faster for this dtype on this CPU."""
     if vendor() not in ("AuthenticAMD", "GenuineIntel") or not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
@@ -72,7 +72,7 @@ class Forms(NamedTuple):
 
 
 def forms_of(numel: int, dtype: torch.dtype) -> Forms:
-    """Return the layouts that a weight with `numel` elements gets on this CPU."""
+    """Return the layouts in which to keep a weight with `numel` elements on this CPU."""
     packed = numel > SMALL and pays_to_pack(dtype)
     return Forms(packed, not packed or (numel <= BOTH and dtype == torch.float32))
 
@@ -85,8 +85,8 @@ def pack_weight(weight: Tensor) -> Tensor | PackedWeight:
 
 @torch.no_grad()
 def _packed(weight: Tensor) -> Tensor | PackedWeight:
-    """Pack a weight [N, K] on a CPU, unless it is small. A plain weight gets contiguous columns,
-    which makes MKL's matmuls of few rows up to twice as fast."""
+    """Pack a weight [N, K] on a CPU, unless it is small or packing does not pay. A plain weight is
+    stored with contiguous columns, which makes MKL's matmuls of few rows up to twice as fast."""
     forms = forms_of(weight.numel(), weight.dtype)
     plain = weight.T.contiguous().T if forms.plain else None
     if not forms.packed:
@@ -118,8 +118,8 @@ def product_added(x: Tensor, weight: Weight, residual: Tensor, bias: Tensor | No
 
 
 def _plain(weight: Weight, x: Tensor) -> Tensor | None:
-    """Return the weight as a plain tensor if the matmul with x uses that; None if it uses the
-    packed one."""
+    """Return the weight as a plain tensor [N, K], dequantised if needed, or None if the matmul with
+    x should use the packed weight."""
     if isinstance(weight, Tensor):
         return weight
     if isinstance(weight, Stored):
