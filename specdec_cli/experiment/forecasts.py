@@ -1,12 +1,15 @@
-"""Predicts points: replayed texts give the rounds, and the time curve gives their costs.
+"""Predicts the speed-up at one proposal length from texts that were decoded at another.
 
-Rounds of other proposal lengths are predicted on texts that already exist, from the records of each
-prompt. This is valid if decoding is lossless: for any k the text follows the target's distribution.
-Given the text, a token x at a proposed position was an accepted proposal with probability min(1,
-q(x) / p(x)), independently of where rounds began. (Proposal d ~ q is accepted as x with probability
-min(p(x), q(x)), and x is generated with probability p(x).) So one text with these probabilities
-gives the expected rounds for every k. In greedy decoding the probabilities are 0 or 1, and the
-replay gives exactly the rounds of a run.
+Replaying the texts gives the number of rounds. The time curve (`sweep.time_curve`) gives the cost
+of a round at each k.
+
+Replay is valid if decoding is lossless, because the text then follows the target's distribution at
+any k. Let p and q be the distributions of target and draft at a position where the text has token x
+and a token was proposed. Then x was an accepted proposal with probability min(1, q(x) / p(x)),
+independently of where rounds began: a proposal d ~ q is accepted as x with probability min(p(x),
+q(x)), and x is generated with probability p(x). So one text with these probabilities gives the
+expected rounds for every k. In greedy decoding the probabilities are 0 or 1, and the replay gives
+exactly the rounds of a run.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,15 +41,17 @@ class Text(Forecast):
         return len(self.accept or self.chains or self.ahead or self.draws or ())
 
     def round_at(self, start: int, k: int) -> Sequence[float]:
-        """The acceptance probabilities of the proposals of a round that begins at token `start`.
+        """Return the acceptance probability of each proposal of a round that begins at token
+        `start`.
 
-        Probabilities past the end of the text are unknown and do not matter. They are given as 0.
+        Probabilities past the end of the text are unknown. They are given as 0, which has no
+        effect, because the round ends with the text.
         """
         asked = max(0, min(k, self.limit - start - 1, self.draft_limit - start))
         if self.accept is not None or self.ahead is not None:
             known = self._known(start, asked)
-            # A round may propose fewer tokens than `k`. Probabilities past the text's end are
-            # unknown.
+            # If `known` reaches the end of the text, fill it up with 0. Otherwise it may be short
+            # because the round proposed fewer than `asked` tokens.
             is_cut = start + len(known) >= self.length
             return known + (0.0,) * (asked - len(known) if is_cut else 0)
         if self.draws is not None:
@@ -72,7 +77,7 @@ class Text(Forecast):
 
 
 class ReplayText(Text):
-    """A line of replay.jsonl: the text of a prompt with a draft at the largest k."""
+    """A line of replay.jsonl: the text that one prompt gave with this draft at the largest k."""
 
     draft: Name | None
     index: Count
@@ -84,10 +89,11 @@ class ReplayText(Text):
 
 @dataclass(slots=True)
 class ExpectedRounds:
-    """Counts of rounds over some texts, or their expected values. They are whole numbers if
-    acceptance is certain.
+    """The number of rounds over some texts, or the expected number if acceptance is random.
 
-    drafts: rounds with proposals. plain: rounds without proposals. draft_tokens: proposed tokens.
+    drafts: rounds with proposals.
+    plain: rounds without proposals.
+    draft_tokens: proposed tokens.
     accepted: accepted proposals.
     """
 
@@ -141,11 +147,14 @@ def expected_rounds(texts: Iterable[Text], k: int) -> ExpectedRounds:
 
 
 def with_recorded(text: Text, rounds: Iterable[tuple[int, int]]) -> tuple[Text, int]:
-    """Correct a greedy run's text by its recorded rounds, and count the corrections.
+    """Replace replayed acceptances of a greedy text by those of its recorded rounds. Return the
+    text and the number of acceptances that changed.
+
+    They may differ in half precision: the replay passes over the whole text at once, which rounds
+    differently from the run's own passes, so either token of a near-tie may win.
 
     rounds: the numbers of proposed and accepted tokens of each round in order, without rounds that
-    proposed nothing. A pass over a whole text rounds differently from passes over single tokens, so
-    near-ties may flip in half precision.
+    proposed nothing.
     """
     accept, ahead = list(text.accept or ()), [list(row) for row in text.ahead or ()]
     start = news = 0
@@ -163,21 +172,22 @@ def with_recorded(text: Text, rounds: Iterable[tuple[int, int]]) -> tuple[Text, 
 
 
 def iid_length(alpha: float, k: int) -> float:
-    """The mean number of tokens of a round if each proposal is accepted with chance `alpha`: (1 -
-    a^(k+1)) / (1 - a).
+    """Return the mean number of tokens that a round writes if each proposal is accepted with
+    probability alpha: (1 - alpha^(k+1)) / (1 - alpha).
 
-    Leviathan et al., 2211.17192, equation 1.
+    Leviathan et al., arXiv:2211.17192, equation 1.
     """
     return sum(alpha**i for i in range(k + 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Forecasts:
-    """The data for predictions with one draft and batch size.
+    """The data for predictions with one draft at one batch size.
 
-    texts: the outputs of the run at the largest k, by prompt. parts: for each k and part of the
-    time curve, the seconds of engine time per round of one sequence. is_exact: whether replaying
-    `texts` gives exactly the rounds of every k.
+    texts: the outputs at the largest k, by prompt.
+    parts: for each k, the cost of a round in each part of the time curve, by the part's index: the
+    seconds of engine time per round of one sequence.
+    is_exact: whether replaying `texts` gives exactly the rounds of every k.
     """
 
     largest_k: int
@@ -197,7 +207,8 @@ class Forecasts:
         return sum((self.rounds(index, k) for index in sorted(self.texts)), ExpectedRounds(k))
 
     def gain(self, k: int, prompts: Iterable[int], parts: Iterable[int]) -> Product | None:
-        """The predicted speed-up at `k` over some prompts and parts; None if either is empty."""
+        """Predict the speed-up at `k` over the given prompts, with costs from the given parts of
+        the time curve. Return None if there are no prompts or no parts."""
         chosen, timed = sorted(prompts), sorted(parts)
         plain = [self.rounds(i, 0).total for i in chosen]
         rounds = [self.rounds(i, k).total for i in chosen]
@@ -210,7 +221,8 @@ class Forecasts:
         )
 
     def break_even(self, k: int, seed: int) -> BreakEven | None:
-        """The break-even at `k`, from the costs in the time curve; None without costs."""
+        """Compute the acceptance at which `k` is as fast as plain decoding, from the costs in the
+        time curve. Return None for k = 0, without costs, and without texts."""
         parts = sorted(self.timed(0, k))
         if k == 0 or not parts or not self.texts:
             return None
@@ -218,13 +230,13 @@ class Forecasts:
         return break_even(MidRatio(costs, (1, -1)), self.all_rounds(k), seed)
 
     def other_k(self, k: int) -> int | None:
-        """The k whose proposals are used in place of those at `k`; None if proposals do not depend
-        on k."""
+        """Return the proposal length at which the texts' proposals were made, if different ones
+        would be made at `k`. Return None if the predictions use the right proposals."""
         only = {text.only_k for text in self.texts.values() if text.only_k is not None}
         return next((one for one in only if k not in (0, one)), None)
 
     def timed(self, *ks: int) -> set[int]:
-        """The parts of the time curve that were measured at all of `ks`."""
+        """Return the indices of the parts of the time curve that were measured at all of `ks`."""
         return set.intersection(*(set(self.parts.get(k, ())) for k in ks))
 
 
@@ -236,8 +248,12 @@ def prediction_of(
     baseline: Samples,
     seed: int,
 ) -> Prediction | None:
-    """Predict mean length and speed-up, with their errors if the point was measured. samples,
-    baseline: the samples of the point and of k = 0, without samples that ended in an error."""
+    """Predict a point's speed-up and mean acceptance length, and their errors if the point was
+    measured. Return None if there are no texts to replay.
+
+    alpha: the acceptance rate for the geometric model (`iid_length`).
+    samples, baseline: the samples of the point and of k = 0, without those that ended in an error.
+    """
     if not forecasts.texts:
         return None
     k, parts = point.k, forecasts.timed(0, point.k)
@@ -289,13 +305,14 @@ def iid_alpha(samples: Iterable[Sample]) -> float:
 
 
 def _judged_per_round(sample: Sample) -> list[int]:
-    """The number of proposals in each round that were accepted or could have been rejected.
+    """Return for each round the number of proposals that the target accepted or could have
+    rejected.
 
-    That is every proposal, except those after the end of the text, if accepted proposals in the
-    last round end it by an end-of-text token or a stop string.
+    All proposals count, with one exception. If an accepted end-of-text token or stop string ends
+    the text in the last round, the proposals after it do not count.
     """
     proposed, accepted = sample.proposed_per_round, sample.accepted_per_round
-    # Every other round adds one of the target's own tokens, whether or not it rejects a proposal.
+    # All rounds add one of the target's own tokens, except a last round that ends the text early.
     whole = sum(accepted) + len(accepted) + sample.rounds_without_proposal
     if sample.finish_reason in ("eos", "stop") and len(sample.token_ids) < whole:
         return [*proposed[:-1], *accepted[-1:]]
@@ -306,12 +323,14 @@ _STEPS = 50  # steps of a bisection
 
 
 def break_even(cost: SumRatio | MidRatio, rounds: ExpectedRounds, seed: int) -> BreakEven:
-    """Compute the break-even of a point. cost: the seconds of a sequence's round, divided by those
-    of a round at k = 0."""
+    """Compute the acceptance at which a point is as fast as plain decoding.
+
+    cost: how long a round takes per sequence, relative to a round at k = 0.
+    """
     is_predicted = isinstance(cost, MidRatio)
     ends = cost.interval() if isinstance(cost, MidRatio) else interval_of(cost, seed)
     needed, share = cost.value, rounds.drafts / rounds.total if rounds.total else 0.0
-    # Rounds without proposals write one token each; so the other rounds must write more.
+    # Rounds without proposals write one token each. The others must raise the mean to `needed`.
     length = 1 + (needed - 1) / share if share else float("inf")
     asked = rounds.draft_tokens
     rate = max(0.0, length - 1) * rounds.drafts / asked if asked else float("inf")

@@ -1,6 +1,6 @@
-"""The text side of a run: turns prompts into requests, and answers into outputs.
+"""Turns prompts into requests for an engine, and its answers into outputs.
 
-Output to terminals is elsewhere.
+Nothing here prints to the terminal.
 """
 
 import logging
@@ -49,10 +49,13 @@ class Output(Record):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A checked pair of models and its tokenised prompts; no weights are loaded yet.
+    """Prompts rendered to text and tokenised, with a checked plan of how to run them. No weights
+    are loaded yet.
 
-    Conversations among the prompts are already rendered to text by the target's chat template.
     backend: the engine that made `plan` and runs it.
+    plan: the checked models and settings.
+    prompts: the prompts; the target's chat template has rendered their conversations to text.
+    token_ids: the tokens of each prompt.
     """
 
     backend: Backend
@@ -77,9 +80,12 @@ class Job:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The number of prompts and hashes of their tokens and categories, as in the settings. If
-        the chat template writes a date, the messages are hashed instead of tokens, because a run
-        may be resumed on another day."""
+        """The number of prompts, and hashes of their tokens and categories. The settings store
+        these to recognise the same prompts, for example when a run is resumed.
+
+        If the chat template writes the date, the hash covers the messages instead of the tokens,
+        because a run may be resumed on another day.
+        """
         found: list[Any] = list(self.token_ids)
         if self.date is not None:
             found = [
@@ -108,8 +114,8 @@ class Job:
 
 
 def prepare(backend: Backend, recipe: Recipe, prompts: PromptSet, permissions: Permissions) -> Job:
-    """Check the recipe and tokenise the prompts into a job. Log a warning if texts may outgrow the
-    draft's context."""
+    """Check the recipe, tokenise the prompts and return the job. Log a warning if texts may outgrow
+    the draft's context."""
     planned = backend.prepare(recipe, permissions)
     job = tokenised(backend, planned, prompts.prompts, skip_bad=prompts.skip_bad)
     if (warning := draft_context_warning(job.plan, job.token_ids)) is not None:
@@ -120,11 +126,12 @@ def prepare(backend: Backend, recipe: Recipe, prompts: PromptSet, permissions: P
 def tokenised(
     backend: Backend, planned: Prepared, prompts: list[Prompt], *, skip_bad: bool = False
 ) -> Job:
-    """Make the job for a checked pair of models and its prompts.
+    """Render and tokenise the prompts, and return the job that runs them on a checked pair of
+    models.
 
-    skip_bad: whether to leave out prompts that cannot be rendered or tokenised. Such prompts have
-    ids outside the vocabulary, messages without a chat template, or messages that the template
-    refuses; see `refuse`.
+    skip_bad: whether to leave out prompts that cannot be rendered or tokenised, instead of raising
+    `UsageError`. Such prompts have ids outside the vocabulary, messages without a chat template, or
+    messages that the template refuses; see `refuse`.
     """
     begin_stage("tokenising the prompts")
     kept: list[tuple[Prompt, tuple[int, ...]]] = []
@@ -154,8 +161,8 @@ def draft_context_warning(planned: Prepared, token_ids: list[tuple[int, ...]]) -
     """Return a warning if texts may outgrow the draft's context; None if all fit or there is no
     draft.
 
-    Proposals are lost (see `types.Sequence.room`) if a text may exceed the context by two tokens,
-    because the last token is always the target's own.
+    The draft proposes nothing past its context; see `types.Sequence.room`. Even a text that ends
+    one token past it loses no proposals, because its last token always comes from the target.
     """
     holds, most = planned.draft_max_len, planned.max_model_len
     if holds is None:
@@ -257,11 +264,11 @@ def requests(job: Job) -> list[Request]:
 
 
 def output_of(job: Job, prompt: Prompt, answer: Finished | Sample, seconds: float) -> Output:
-    """Make a prompt's output from its answer, or from its sample in an earlier run."""
+    """Make a prompt's output from its request's result, or from its sample in an earlier run."""
     accepted, proposed = answer.accepted_per_round or [], answer.proposed_per_round or []
     tokenizer, stop, shown = job.plan.tokenizer, job.plan.params.stop, prompt.text
     of_server = answer if isinstance(answer, Sample) else answer.served
-    text = of_server.text if of_server is not None else None  # set if a server sent no ids
+    text = of_server.text if of_server is not None else None  # only if it sent text but no ids
     if not text and answer.finish_reason == "stop":
         text = text_before(tokenizer, answer.token_ids, stop)
     elif not text:
@@ -300,5 +307,5 @@ def baseline(session: Session, job: Job, outputs: list[Output]) -> Metrics | Non
         return session.run(first, 0, params, lambda *_: None)
     except Exception as problem:
         if job.plan.num_ranks > 1 or not is_out_of_memory(problem):
-            raise  # with several ranks, the others would wait for this one
+            raise  # returning on one rank alone would leave the other ranks waiting for it
         return None

@@ -1,9 +1,9 @@
 """`--check-lossless`: compares greedy texts with those of the target alone at k = 0, token for
 token.
 
-Where two texts differ first, the target's own logits tell whether the two tokens were nearly tied.
-Passes of different widths round differently, which in bfloat16 and float16 is enough to reverse
-near-ties. All ranks call these functions in the same order.
+At the first token where two texts differ, the target's own logits tell whether the two tokens were
+nearly tied. Passes over different numbers of tokens round differently, which in bfloat16 and
+float16 is enough to reverse near-ties. All ranks call these functions in the same order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ from specdec_cli.experiment.statistics.promise import check_line
 from specdec_cli.launch.world import World
 
 PROMPTS = 4  # prompts to decode for the check if the run's own texts cannot be compared
-_MOST_LOOKED_AT = 16  # maximum divergences to examine per point; each takes two passes over a text
-_WIDEST = 256  # maximum tokens in the second pass; each has a row of logits
-_NEAR = 2.0  # largest gap of a near-tie, in multiples of the rounding; see docs/correctness.md
+_MOST_LOOKED_AT = 16  # maximum differences to examine per point; each costs two passes over a text
+_WIDEST = 256  # maximum tokens in the second pass, which holds a row of logits for each of them
+_NEAR = 2.0  # largest gap of a near-tie, as a multiple of `_noise`; see docs/correctness.md
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,12 @@ class TextPair:
 
 @dataclass(slots=True)
 class LosslessCheck:
-    """Compares texts and keeps the findings. dtype: the target's dtype. params: the sampling
-    parameters of the texts."""
+    """Compares texts and collects where they differ.
+
+    dtype: the target's dtype.
+    params: the sampling parameters of the texts.
+    _noise: the largest difference found between the logits of a narrow and a wide pass.
+    """
 
     dtype: str
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -68,7 +72,8 @@ class LosslessCheck:
             if looked_at < _MOST_LOOKED_AT and at < min(len(text.tokens), len(text.plain)):
                 looked_at += 1
                 tokens = [*text.prompt, *text.plain[:at]]
-                # In plain decoding, the pass over the prompt gives the first token.
+                # The first token comes from the pass over the whole prompt, so compare with a pass
+                # of that width. Later tokens come from passes of at most `width` tokens.
                 most = width if at else max(width, min(len(tokens), _WIDEST))
                 where = len(text.prompt), self.params
                 alone, wide = (session.logits_after(tokens, w, *where) for w in (1, most))
@@ -81,7 +86,7 @@ class LosslessCheck:
 
     @property
     def result(self) -> CheckResult:
-        """The document's `lossless_check`."""
+        """The result, as reported in the field `lossless_check` of the JSON document."""
         gaps = [one["gap"] for one in self._parted if one["gap"] is not None]
         near = [gap <= _NEAR * self._noise for gap in gaps]
         is_exact = self.dtype == "float32"

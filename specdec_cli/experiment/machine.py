@@ -16,11 +16,14 @@ from typing import Any
 from specdec_cli.errors import Notice
 
 _APART = 0.25  # minimum seconds between two readings
-_SHORTEST = 3.0  # minimum measured seconds before shares of the time are judged
-_BRIEF, _STARVED_BRIEFLY = 0.4, 0.4  # minimum seconds and share for a short run's warning
-_STARVED = 0.05  # share of the time for which this process was ready but did not run
-_STARVED_HALF = 0.10  # the same share in one half of the time
-_LEAST_RUNNING = 0.8  # processor seconds per second of passes on a CPU
+_SHORTEST = 3.0  # minimum measured seconds for the usual warnings about processors
+# A shorter measurement of at least `_BRIEF` seconds gets a warning only if a thread spent more than
+# this share of the time ready to run but waiting for a processor.
+_BRIEF, _STARVED_BRIEFLY = 0.4, 0.4
+# Limits for the usual warnings.
+_STARVED = 0.05  # share of the time that this process spent ready to run but not running
+_STARVED_HALF = 0.10  # the same, for either half of the measurement
+_LEAST_RUNNING = 0.8  # minimum processor seconds per second of a single rank on a CPU
 _THROTTLED = 0.01  # share of the time for which the control group was throttled
 _WAITING = 0.5  # average number of processes that are ready to run but have no processor
 _ALONE = "measure while no other program runs"
@@ -30,11 +33,16 @@ _SLOWED = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power br
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """One reading of the machine. wall, process: the clock's seconds, and this process's seconds on
-    processors. waited: the seconds for which each thread was ready and waited for a processor;
-    empty if unknown. throttled: the seconds for which the control group was held back. runnable:
-    the number of processes that are ready to run. slowed: NVML's bits for the reasons of slowed
-    clocks. on_gpu: the number of processes on the GPU."""
+    """One reading of the machine. Times are in seconds.
+
+    wall: the time on the clock.
+    process: the processor time of this process so far.
+    waited: how long each thread was ready to run but waited for a processor; empty if unknown.
+    throttled: how long the control group was throttled; None if unknown.
+    runnable: the number of processes that are ready to run; None if unknown.
+    slowed: NVML's bits for the reasons why clocks are slowed; None if unknown.
+    on_gpu: the number of processes on the GPU; None if unknown.
+    """
 
     wall: float
     process: float
@@ -47,9 +55,13 @@ class _Reading:
 
 @dataclass(slots=True)
 class MachineWatch:
-    """Takes readings of the machine while something is measured, in stretches. device: the device
-    of a backend's plan. ranks: the number of ranks on this host, which wait for each other and may
-    outnumber the processors."""
+    """Reads the state of the machine while something is measured. Measuring may pause and begin
+    again.
+
+    device: the device of a backend's plan.
+    ranks: the number of ranks on this host, which wait for each other and may outnumber the
+    processors.
+    """
 
     device: Any
     ranks: int = 1
@@ -57,19 +69,20 @@ class MachineWatch:
     _gpu: Any = None
 
     def begin(self) -> None:
-        """Begin a stretch of measurement."""
+        """Take the first reading of a period of measurement."""
         if self.device.type == "cuda" and self._gpu is None:
             self._gpu = _nvml_device(self.device)
         self._stretches.append([self._read()])
 
     def look(self, *, at_end: bool = False) -> None:
-        """Take a reading, unless the last one is recent. at_end: whether the stretch ends here."""
+        """Take a reading, unless the last one is recent. at_end: whether the period of measurement
+        ends now, in which case a reading is always taken."""
         stretch = self._stretches[-1]
         if at_end or time.perf_counter() - stretch[-1].wall >= _APART:
             stretch.append(self._read())
 
     def notices(self) -> list[Notice]:
-        """Warnings about the stretches so far."""
+        """Return warnings about all periods of measurement so far."""
         spans = [pair for s in self._stretches for pair in pairwise(s)]
         wall = sum(b.wall - a.wall for a, b in spans)
         of_gpu = self._gpu_notices()
@@ -100,7 +113,8 @@ class MachineWatch:
         return []
 
     def _starved_briefly(self, spans: list[tuple[_Reading, _Reading]], wall: float) -> list[Notice]:
-        """Warn about a short measurement only if it lost a large share of its time."""
+        """Return a warning about a short measurement, but only if a thread waited for a large share
+        of it."""
         share = _most_waited(spans) / max(wall, 1e-9)
         if self.ranks > 1 or wall < _BRIEF or share <= _STARVED_BRIEFLY:
             return []
@@ -167,8 +181,8 @@ def _waited(spans: list[tuple[_Reading, _Reading]]) -> float | None:
 
 
 def _most_waited(spans: list[tuple[_Reading, _Reading]]) -> float:
-    """The seconds for which the slowest thread waited. All threads of a matmul wait for that
-    thread."""
+    """Return the seconds for which the thread that waited longest was ready but did not run. This
+    is the time lost, because all threads of a matmul wait for the slowest one."""
     totals = Counter[int]()
     for a, b in spans:
         totals.update({t: s - a.waited[t] for t, s in b.waited.items() if t in a.waited})
@@ -204,8 +218,8 @@ def _runnable() -> int | None:
 
 
 def _throttled_seconds() -> float | None:
-    """The seconds for which the limit of this process's control group held it back. Both versions
-    of control groups are read."""
+    """Return the seconds for which this process's control group was throttled because it reached
+    its CPU limit; None if unknown. Reads control groups of version 1 and 2."""
     for file, unit in (("cpu.stat", 1e6), ("cpu/cpu.stat", 1e9)):
         for line in _text(f"/sys/fs/cgroup/{file}").splitlines():
             name, _, value = line.partition(" ")

@@ -20,8 +20,8 @@ from specdec_cli.experiment.points import Failure
 from specdec_cli.launch.world import World
 
 _log = logging.getLogger("specdec")
-# Batches per unit: enough to keep the batch mostly full, but few enough that a killed job loses
-# little.
+# Batches per unit; see `units_of`. There are enough to keep the batch mostly full, although it
+# drains at the end of each unit, and few enough that a killed job loses little unfinished work.
 _BATCHES_A_UNIT = 8
 Guard = Callable[[Key, Callable[[], object]], object]
 
@@ -30,7 +30,8 @@ class Watcher:
     """Receives the progress of a sweep or a comparison. This base class shows nothing."""
 
     def begin(self, what: Any) -> None:
-        """Handle the start of a sweep's stage or of a comparison's pair. what: its name."""
+        """Handle the start of a stage of a sweep, or of a pair of TP degrees in a comparison.
+        what: the stage's name, or the pair."""
 
     def told(self, line: str) -> None:
         """Handle a message that comes while nothing is measured."""
@@ -45,8 +46,8 @@ class Watcher:
 
 
 def units_of(job: Job, batch_size: int) -> list[Job]:
-    """Cut the job into units of even size. Each unit goes through every k before the next unit
-    starts."""
+    """Cut the job into units of nearly equal size. A unit is a group of prompts that is measured at
+    every k before the next unit starts."""
     size = 1 if batch_size == 1 else _BATCHES_A_UNIT * batch_size
     total = len(job.prompts)
     count = -(-total // size)
@@ -56,12 +57,13 @@ def units_of(job: Job, batch_size: int) -> list[Job]:
 
 @dataclass(slots=True)
 class MeasuringLoop:
-    """Runs prompts at points and hands over each sample once its last repeat is done.
+    """Runs prompts at points, and stores each prompt's sample once its last repeat is done.
 
-    session_of: returns the session for a point; sessions run one at a time. keep: stores the
-    samples of a point that a round has finished; called on every rank. peak_memory: returns the
-    peak number of bytes held so far. guard: runs a part of a point and handles its failure; by
-    default errors propagate. seconds: the time in rounds and prefill passes of measured runs.
+    session_of: returns the session for a point. Sessions run one at a time.
+    keep: stores the samples that a round completed at a point. Called on every rank.
+    peak_memory: returns the largest number of bytes held so far.
+    guard: runs a function for a point and handles its failure. By default errors propagate.
+    seconds: the total time of the rounds and prefill passes of measured runs.
     """
 
     session_of: Callable[[Key], Session]
@@ -84,8 +86,10 @@ class MeasuringLoop:
                 self.guard(key, partial(self.run, key, first, params))
 
     def measure(self, jobs: Mapping[Key, Job], number: int) -> None:
-        """Run all repeats of each point's prompts. number: the index of the unit that the prompts
-        form."""
+        """Run all repeats of a unit's prompts at each point.
+
+        number: the index of the unit, which determines the order of the points.
+        """
         taken: dict[Key, dict[int, list[Finished]]] = {key: defaultdict(list) for key in jobs}
         if not jobs:
             return
@@ -110,7 +114,8 @@ class MeasuringLoop:
         return self.session_of(key).run(requests(job), key.k, params, on_round)
 
     def _repeat(self, job: Job, key: Key, taken: dict[int, list[Finished]]) -> None:
-        """Run one repeat of a point. taken: the answers of all repeats so far, by prompt."""
+        """Run one repeat of a point. taken: the results of all repeats so far, by prompt; this one
+        is added."""
         categories = {p.index: p.category for p in job.prompts}
         limit = job.plan.params.max_new_tokens
 
@@ -191,13 +196,15 @@ T = TypeVar("T")
 
 
 def balanced(values: Sequence[T], turn: int, seed: int) -> list[T]:
-    """Return `values` in the order for a turn, which is the same on every rank.
+    """Return `values` in the order for one turn. The order is the same on every rank.
 
-    Over n turns each value occurs once at every position, and once directly after every other
-    value; if n is odd, this takes 2n turns and happens twice. So the effects of one point on the
-    next, such as a warm cache or a hot device, are spread evenly. These are the rows of a Williams
-    square (Williams 1949, Experimental designs balanced for the estimation of residual effects),
-    with values and rows shuffled by the seed, anew for each square.
+    Over n turns, each of the n values occurs once at every position, and once directly after every
+    other value. If n is odd, it takes 2n turns, and each occurs twice. So the effects of one point
+    on the next, such as a warm cache or a hot device, are spread evenly.
+
+    The orders are the rows of a Williams square (Williams 1949, Experimental designs balanced for
+    the estimation of residual effects). The seed shuffles values and rows, differently for each
+    square.
     """
     n = len(values)
     if n < 2:
@@ -207,7 +214,8 @@ def balanced(values: Sequence[T], turn: int, seed: int) -> list[T]:
     shuffled = random.Random(f"{seed} {square}")
     labels = shuffled.sample(range(n), n)
     row = shuffled.sample(range(height), height)[row]
-    # 0, 1, n - 1, 2, n - 2 ...: neighbours differ by each distance once.
+    # In 0, 1, n - 1, 2, n - 2 ..., each difference of neighbours modulo n occurs once if n is even.
+    # If n is odd, each occurs twice in this sequence and its reverse together.
     steps = [(place + 1) // 2 if place % 2 else (n - place // 2) % n for place in range(n)]
     if row >= n:
         steps.reverse()

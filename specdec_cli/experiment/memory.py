@@ -1,7 +1,7 @@
-"""`profile-blocks`: measured or estimated memory of every rank, and conclusions from it.
+"""`profile-blocks`: measures or estimates the memory of every rank, and what fits into it.
 
-The answers are in the user's terms: tokens, sequences, advice for a batch that does not fit, and
-the draft's cost. The JSON names are the contract's.
+Results are given in terms of the user's workload: tokens, sequences, the cost of the draft, and
+advice for a batch that does not fit.
 """
 
 import functools
@@ -43,8 +43,12 @@ _MOST_UTILIZATION = 0.98  # largest utilization to recommend, since memory use f
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The memory of every rank of one plan. context: the length, in tokens, of the sequences to
-    hold. at_degree: returns the memory at a different draft TP; None if it cannot be estimated."""
+    """The memory of every rank of one plan.
+
+    context: the length, in tokens, of the sequences to hold.
+    at_degree: estimates the memory at another tensor-parallel degree of the draft; None for a
+    measured profile.
+    """
 
     plan: Plan
     split: Split
@@ -71,7 +75,8 @@ class Profile:
         }
 
     def longest(self, num_blocks: int) -> int:
-        """The maximum length of the sequences in a full batch that fits into the blocks."""
+        """Return how many tokens each sequence of a full batch may have at most if the cache has
+        `num_blocks` blocks."""
         need, usable = self.need, max(0, num_blocks - 1)
         return max(0, usable // need.batch_size * self.block_size - 2 * (need.k + 1))
 
@@ -85,7 +90,7 @@ def measure_blocks(
 ) -> Profile:
     """Load both models and run the largest passes that the recipe allows. Every rank calls this.
 
-    Raises `SetupError` with the sizes if even the smallest cache does not fit.
+    Raises `SetupError` if even the smallest cache does not fit. The error tells the sizes.
     """
     tokens = _context(planned, prompts, context)
     expect(len(planned.held) + 1)
@@ -100,7 +105,8 @@ def measure_blocks(
     return Profile(planned, split, tokens)
 
 
-# The bytes of memory of each GPU, or of a CPU's host, and whether the memory must be a GPU's.
+# A size in bytes, and a flag. If the flag is set, the size is the memory of each GPU. Otherwise
+# it is that of each GPU or of the host, depending on the recipe's device.
 Room = tuple[int, bool]
 
 
@@ -116,7 +122,8 @@ class Estimator:
     _describe: Describe = field(default_factory=lambda: functools.cache(describe))
 
     def estimate(self, recipe: Recipe, prompts: list[Prompt], room: Room | None) -> Profile:
-        """Estimate a profile. Raises `SetupError` and `UsageError` where the run would."""
+        """Estimate a profile. Raises `SetupError` or `UsageError` in the cases in which the run
+        itself would."""
         device, machine = _machine(recipe, room)
         plans = plan_all_ranks(recipe, self.permissions, device, self._describe)
         tokens = _context(plans[0], prompts, self.context)
@@ -144,7 +151,7 @@ def _machine(recipe: Recipe, room: Room | None) -> tuple[torch.device, Machine]:
             "--device-memory is that of a GPU, and run.device is cpu",
             "--memory is that of the host",
         )
-    # `run.device: auto` means this machine's device.
+    # With `run.device: auto`, assume the kind of device that this machine has.
     has_gpu = wanted.startswith("cuda") or (wanted == "auto" and torch.cuda.is_available())
     if is_of_gpu or has_gpu:
         return torch.device("cuda"), empty_gpu(size_bytes, num_ranks)
@@ -157,8 +164,8 @@ def _split(plans: Sequence[Plan], machine: Machine) -> Split:
 
 
 def document(recipe: Recipe, profile: Profile) -> dict[str, Any]:
-    """Build the document of `profile-blocks --json`, without the `points` that an estimate over
-    several settings has."""
+    """Build the JSON document of `profile-blocks --json`. If several settings are estimated, the
+    caller adds `points`."""
     planned, split, cost = profile.plan, profile.split, _draft_cost(profile)
     device = None if profile.machine is None else torch.device("cpu")
     where = native.environment(native.prepared(planned), device)
@@ -229,8 +236,8 @@ def _context(planned: Plan, prompts: list[Prompt], wanted: int | None) -> int:
 
 
 def _fit(profile: Profile, cost: dict[str, Any] | None) -> dict[str, Any]:
-    """The document's `fit`: whether the recipe's batch fits at the context, and advice if it does
-    not."""
+    """Build the `fit` section of the JSON document: whether the recipe's batch fits with sequences
+    of the profile's context, and advice if it does not."""
     need, split = profile.need, profile.split
     asked = profile.plan.recipe.cache.num_blocks
     held = split.num_blocks if asked is None else min(asked, split.num_blocks)
@@ -262,7 +269,8 @@ def _advice(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
 
 
 def _more_room(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
-    """Return advice for the case that memory is short."""
+    """List changes to the recipe that would make the batch fit if the memory has too few blocks for
+    it."""
     need, split, planned = profile.need, profile.split, profile.plan
     found = []
     if batch := profile.capacity(split.num_blocks)["max_sequences"]:
@@ -288,16 +296,19 @@ def _more_room(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
 
 
 def _draft_cost(profile: Profile) -> dict[str, Any] | None:
-    """Compute how much capacity the draft costs at each of its degrees, compared with the target
-    alone; None without a draft. For measured ranks, only the bytes of the draft's weights and
-    blocks change; they follow from its config."""
+    """Compute how much cache capacity the draft costs at each possible degree of its tensor
+    parallelism, compared with the target alone. Return None without a draft.
+
+    An estimated profile is estimated anew for each degree. In a measured one, only the bytes of the
+    draft's weights and blocks are replaced, which follow from its config.
+    """
     planned = profile.plan
     if planned.draft is None:
         return None
     alone = _with_draft(profile, [(0, 0)] * len(profile.split.ranks))
     rows = []
     size, method = planned.parallel.size, planned.recipe.speculation.method
-    # A draft in the target's files is split like the target.
+    # A draft whose weights are in the target's checkpoint always has the target's degree.
     least = size if weights_from(method) == "target" else 1
     for degree in (d for d in range(least, size + 1) if size % d == 0):
         if degree == planned.draft.parallel.size:
@@ -348,11 +359,11 @@ def _with_draft(profile: Profile, shares: Sequence[tuple[int, int]]) -> Split:
 def memory_cost(
     plan: Plan, longest_prompt: int, where: Mapping[str, Any], pair: Pair | None = None
 ) -> MemoryCost:
-    """Compute the memory that a plan's draft adds to its target, on a rank that holds a part of
+    """Compute the memory that a plan's draft adds to its target, on a rank that holds shards of
     both.
 
-    where: the record of the run's environment. pair: the degrees in a comparison; without it the
-    plan's own degrees are used.
+    where: the record of the run's environment, which tells the GPU's memory.
+    pair: the tensor-parallel degrees in a comparison; None to use the plan's own degrees.
     """
     target, draft = plan.target, plan.draft
     if pair is not None:

@@ -49,9 +49,12 @@ def arm_points(
     forecasts: Forecasts,
     seed: int,
 ) -> list[Point]:
-    """Compute the points of one arm and batch size, in the order of `keys`, which begins with k =
-    0. samples: the samples by point and prompt index. failures: the failures of points without
-    metrics."""
+    """Compute the points of one arm (one draft or other proposer) at one batch size, in the order
+    of `keys`, which begins with k = 0.
+
+    samples: the samples by point and prompt index.
+    failures: the failures of points without metrics.
+    """
 
     def usable(k: int) -> Samples:
         key = next((key for key in keys if key.k == k and key not in failures), None)
@@ -123,7 +126,7 @@ def error_of(points: Sequence[Point], code: ExitCode) -> dict[str, Any]:
 
 
 def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
-    """Compute the contract's `metrics` for one point. Times are means over repeats.
+    """Compute the metrics of one point. Times are means over repeats.
 
     `num_rounds` is the sum of the sequences' shares in engine rounds, rounded.
     """
@@ -183,7 +186,7 @@ def _per_category(
 
 
 def _gain(faster: SumRatio | None, k: int, seed: int, most: float) -> dict[str, Any]:
-    """`speedup` and `speedup_ci`; at k = 0 they are 1 by definition.
+    """Return the fields `speedup` and `speedup_ci` of a point; at k = 0 they are 1 by definition.
 
     most: the mean tokens per round. A larger speed-up is impossible and is returned as
     `impossible_speedup` instead.
@@ -198,7 +201,7 @@ def _gain(faster: SumRatio | None, k: int, seed: int, most: float) -> dict[str, 
 
 
 def is_impossible(faster: float, most: float) -> bool:
-    """Whether a speed-up is beyond what `most` tokens per round allow; False for NaN."""
+    """Return True if a speed-up is more than `most` tokens per round allow; False for NaN."""
     return bool(faster > _BEYOND * most)
 
 
@@ -209,7 +212,9 @@ def most_speedup(samples: Samples) -> float:
 
 
 def _break_even(samples: Samples, baseline: Samples, k: int, seed: int) -> BreakEven | None:
-    """Compute the break-even of a point over the prompts that it has in common with k = 0."""
+    """Compute the acceptance at which a point is as fast as plain decoding, over the prompts that
+    were measured both here and at k = 0. Return None for k = 0, without such prompts, and if the
+    ratio of costs is not finite."""
     common = sorted(samples.keys() & baseline.keys())
     if k == 0 or not common:
         return None
@@ -228,12 +233,15 @@ def _break_even(samples: Samples, baseline: Samples, k: int, seed: int) -> Break
 
 
 def _length_interval(samples: Samples, mean: float | None, k: int, seed: int) -> list[float] | None:
-    """Compute the 95 % interval of a mean length, limited to 1 to k + 1; None if no prompt has
-    known rounds with proposals.
+    """Compute the 95 % interval of a point's mean acceptance length, clipped to 1 to k + 1. Return
+    None without rounds with proposals, and for too few prompts.
 
-    Unlike times in one batch, identical rounds are still separate observations; if all are
-    identical, the interval is the length itself. mean: the point's mean length, from which the
-    samples' mean may differ by rounding.
+    `stats.interval` returns None if all prompts are alike, because times that are alike come from
+    one shared batch. Acceptance is counted for each prompt separately, so here the result is an
+    interval of width 0.
+
+    mean: the point's mean length, from which the samples' mean may differ by rounding. The interval
+    includes it.
     """
     # Sort the prompts, because resampling depends on their order.
     own = [samples[index] for index in sorted(samples)]
@@ -251,10 +259,11 @@ def _length_interval(samples: Samples, mean: float | None, k: int, seed: int) ->
 def intervals_of(
     samples: Mapping[int, Sample], k: int, seed: int, metrics: Metrics
 ) -> dict[str, Any]:
-    """Compute the intervals of figures in a point's metrics.
+    """Compute the intervals of the figures in a point's metrics.
 
-    A server's counters include proposals that were accepted beyond the ends of texts, but its
-    chunks do not. So the interval of a rate is widened to include the counted rate.
+    Intervals of acceptance rates come from the rounds of each prompt, but the rates themselves may
+    come from a server's counters, which also count proposals accepted past the end of a text. Such
+    a rate may lie outside its interval, which is then widened to include it.
     """
     own = [samples[index] for index in sorted(samples)]
     seconds = [s.usual_seconds for s in own]

@@ -14,16 +14,18 @@ from specdec_cli.recipe import Recipe
 from specdec_cli.text import digest
 
 _FEW_PROMPTS = 20
-_USUAL_PENALTY = 1.2  # ends the demo target's loops; 1.1 does not
+_USUAL_PENALTY = 1.2  # repetition penalty to suggest; 1.1 does not end the demo target's loops
 # An output loops if its last tokens, at least _LEAST_LOOP of them, repeat a sequence of at most
 # _LONGEST_TURN tokens at least _TURNS times.
 _TURNS, _LEAST_LOOP, _LONGEST_TURN = 4, 32, 64
 
 
 def with_weights(section: dict[str, Any], plan: Prepared, role: str) -> dict[str, Any]:
-    """Return a model's section of the recipe as stored in the settings. If the model takes part in
-    the run, `weights` becomes the fingerprint of its weights. The recipe's own value then becomes
-    `weights_as`, unless it is auto."""
+    """Return a model's section of the recipe in the form that the settings store.
+
+    If the model takes part in the run, `weights` becomes the fingerprint of its weights, and the
+    recipe's own value of `weights` moves to `weights_as`, unless it is `auto`.
+    """
     found, form = plan.fingerprint(role), section["weights"]
     if found is None:
         return section
@@ -54,9 +56,16 @@ def common_settings(
 
 
 def warnings_of_job(job: Job, chat: str) -> list[Notice]:
-    """Warn about few threads, a cache that changes the text, the target's own sampling, a doubled
-    first token, a chat template that is unused although nobody chose that, and values that a
-    template never reads. chat: the value of `data.chat`; `auto` does not count as a choice."""
+    """Return warnings about what may make a run slow or its text unexpected:
+    - few threads
+    - a cache dtype that changes the text
+    - sampling settings other than those that the target recommends
+    - prompts that get the first token twice
+    - a chat template that is not used, although the user did not decide so
+    - template values that the template never reads
+
+    chat: the value of `data.chat`. With `auto`, the user decided nothing.
+    """
     tokenizer, count, found = job.plan.tokenizer, len(job.prompts), other_sampling(job.plan)
     if job.plan.few_threads is not None:
         found.append(job.plan.few_threads)
@@ -148,7 +157,7 @@ def looped(job: Job, outputs: Sequence[Output]) -> list[Notice]:
         return []
     if not is_greedy and 2 * found < len(outputs):
         return []
-    penalty = max(_USUAL_PENALTY, plan.params.repetition_penalty + 0.1)  # more than was tried
+    penalty = max(_USUAL_PENALTY, plan.params.repetition_penalty + 0.1)  # more than this run's
     often, remedy = "", f"--set sampling.repetition_penalty={penalty:g}"
     if is_greedy:
         often = ", as greedy text of small models often does"
@@ -173,7 +182,8 @@ def _ends_in_loop(ids: Sequence[int]) -> bool:
 
 
 def few_prompts(count: int) -> list[Notice]:
-    """A warning if there are too few prompts for narrow intervals."""
+    """Return a warning if there are too few prompts for intervals, or so few that intervals are
+    wide."""
     if count >= _FEW_PROMPTS:
         return []
     few = "1 prompt is" if count == 1 else f"{count} prompts are"

@@ -1,4 +1,4 @@
-"""Computes the figures of server points from their samples."""
+"""Computes the metrics of points that were measured on a server."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -52,9 +52,11 @@ def engine_fields(samples: Collection[Sample]) -> dict[str, Any]:
 
 
 def acceptance_in(samples: Sequence[Sample], k: int, *, is_part: bool = False) -> Acceptance:
-    """Compute the acceptance of some of a point's prompts, as counted by their engine.
+    """Compute the acceptance over some of a point's prompts, as counted by their engine.
 
-    is_part: whether the point has other prompts too, which the same reading of counters may cover.
+    is_part: whether the point has other prompts too. A reading of the server's counters may then
+    cover those as well, so counters are used only if each sample that needs them has its own
+    reading.
     """
     engine = engine_of(samples)
     if engine is None or k == 0:
@@ -87,16 +89,23 @@ def acceptance_in(samples: Sequence[Sample], k: int, *, is_part: bool = False) -
 
 
 def _tells_rounds(sample: Sample) -> bool:
-    """True if the sample's own rounds count, and not those of the counters. At a rate, counters
-    cover requests that are not measured, and chunks take their place."""
+    """Return True if acceptance is taken from the sample's own rounds instead of the server's
+    counters.
+
+    If requests arrive at a rate, the counters include requests that are not measured, so the rounds
+    that streamed chunks show are used instead.
+    """
     source = sample.engine.acceptance_source if sample.engine is not None else None
     return source == "per_request" or (source == "chunks" and sample.request_rate is not None)
 
 
 def in_text(samples: Iterable[Sample]) -> InText | None:
-    """Compute the acceptance within texts, as our own engine counts it; None if a text's rounds are
-    unknown. The last allowed token of a text is never proposed, and proposals beyond a text's end
-    do not count."""
+    """Compute the acceptance within texts, the way our own engine counts it. Return None if the
+    rounds of a text are unknown, or if there are none with proposals.
+
+    Our engine never proposes the last allowed token of a text, and does not count proposals past
+    the end of a text. A server may do both, so its rounds are cut accordingly.
+    """
     drafts = accepted = 0
     for sample in samples:
         if not sample.accepted_per_round and sample.decoded_tokens:

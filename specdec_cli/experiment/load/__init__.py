@@ -1,1 +1,2 @@
-"""Requests that arrive at a rate: their due times, the measured window, and the conclusions."""
+"""Measures requests that arrive at a set rate: plans when they arrive, and evaluates what was
+measured."""

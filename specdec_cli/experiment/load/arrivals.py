@@ -1,4 +1,8 @@
-"""Due times of requests, drawn from a seed without rescaling to the exact rate."""
+"""Draws the due times of requests from a seed.
+
+Random times are not rescaled afterwards, so their mean rate differs slightly from the requested
+one.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -20,9 +24,13 @@ _CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """An arrival process. shape: the shape of the gamma distribution of gaps; 1 gives a Poisson
-    process. times: the due times from a file, ascending, in seconds; they repeat after the last
-    one."""
+    """An arrival process.
+
+    shape: the shape of the gamma distribution of the gaps between requests; 1 gives a Poisson
+    process.
+    times: the due times from a file, in seconds, ascending. After the last one, the same gaps
+    repeat.
+    """
 
     kind: Literal["gamma", "constant", "file"]
     shape: float = 1.0
@@ -77,11 +85,14 @@ def _times_in(path: Path) -> tuple[float, ...]:
 
 
 def gaps(process: Process, rate: Rate, seed: int, stream: int) -> Iterator[float]:
-    """Yield the seconds between requests, endlessly. stream: `MEASURED` or `BEFORE`.
+    """Yield the seconds between requests, endlessly. The first value is the time before the first
+    request.
 
-    PCG64 is keyed by seed, rate and stream. So the gaps are the same at every k and for every
-    engine, and longer sequences start with the shorter ones. The first request of a file comes at
-    most a mean gap after the start.
+    The random numbers depend only on seed, rate and stream. So the gaps are the same at every k and
+    for every engine, and a longer run begins with the gaps of a shorter one. Times from a file may
+    start at any value, so the first of them is moved to at most one mean gap after the start.
+
+    stream: `MEASURED` or `BEFORE`.
     """
     if rate == "inf":
         yield from cycle([0.0])
@@ -102,10 +113,11 @@ def gaps(process: Process, rate: Rate, seed: int, stream: int) -> Iterator[float
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """The load of a run, as in its settings.
+    """The load of a run, as stored in its settings.
 
-    rates: the request rates, ascending, with inf last. arrivals: the arrival process, as written in
-    the recipe. slo: the objectives in milliseconds, by the name of their figure.
+    rates: the request rates, ascending, with inf last.
+    arrivals: the arrival process, as written in the recipe.
+    slo: the largest allowed value of each latency in milliseconds, by name, such as `ttft_ms`.
     """
 
     rates: tuple[Rate, ...]
@@ -130,6 +142,6 @@ class Offered:
         fewest = prompts * repeats
         if rate == "inf" or self.duration_s is None:
             return fewest
-        # Floats would round 0.07 * 100 up to 8.
+        # With floats, 0.07 * 100 is slightly more than 7, and `ceil` would return 8.
         asked = Fraction(str(rate)) * Fraction(str(self.duration_s))
         return max(fewest, math.ceil(asked))

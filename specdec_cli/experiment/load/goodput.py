@@ -1,7 +1,8 @@
-"""Shares of requests that meet objectives, with intervals over blocks of consecutive arrivals.
+"""Computes the share of requests that meet the latency objectives, and its confidence interval.
 
-Neighbouring requests share a queue, so they are not independent observations. Long blocks are
-nearly independent.
+Neighbouring requests share a queue, so they are not independent observations. Intervals are
+therefore computed over the means of long blocks of consecutive requests, which are nearly
+independent.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,9 +17,12 @@ _FEWEST_BLOCKS, _MOST_BLOCKS = 8, 20
 _LONG = 200  # a larger block is split into more blocks
 _MOST_LIKENESS = 0.8
 # Chosen on simulated servers; `scripts/proofs/load.py` shows the coverage on these and on others.
-_MISSED = 6.0  # bad requests that the shortest windows may lack, over their requests
-# Shares of Student's t at the upper end: of a long window, and less of the shortest ones. The lower
-# end misses rarely, and the less so the shorter the window is.
+# How many requests that fail the objectives the shortest allowed window (crowding 1) may miss by
+# chance, as a multiple of its requests.
+_MISSED = 6.0
+# Factors of Student's t at the upper end: `_UPPER` in long windows, falling by `_LESS` in the
+# shortest. The upper end can be this close because the lower end is rarely above the true share,
+# and the more rarely the shorter the window is.
 _UPPER, _LESS = 0.92, 0.25
 
 
@@ -51,11 +55,11 @@ def block_means(values: Sequence[float]) -> list[float]:
 
 
 def mean_interval(means: Sequence[float]) -> list[float] | None:
-    """Student's 95 % interval of the mean over blocks; None without blocks.
+    """Return Student's 95 % interval of the mean over blocks; None without blocks.
 
-    The interval is widened by the correlation of neighbouring blocks, as for an autoregressive
-    process. The estimated correlation is too low by 1 / blocks on average, so this bias is added
-    back (Kendall 1954).
+    The interval is widened to allow for the correlation of neighbouring blocks, which are modelled
+    as a first-order autoregressive process. The estimated correlation is too low by 1 / blocks on
+    average (Kendall 1954), so that much is added to it.
     """
     if len(means) < _FEWEST_BLOCKS:
         return None
@@ -75,8 +79,12 @@ def _reach(means: Sequence[float]) -> float:
 
 
 def ratio_interval(one: Sequence[float], other: Sequence[float]) -> list[float] | None:
-    """The 95 % interval of the ratio of two means over the same requests, such as times at two k.
-    It uses the linearised difference of each block. None for too few requests."""
+    """Return the 95 % interval of the ratio of two means over the same requests, such as their
+    times at two k. Return None for too few requests.
+
+    Near its estimate, the logarithm of the ratio changes like the difference of the two values,
+    each divided by its mean. The interval is computed from the block means of that difference.
+    """
     if len(one) < FEWEST:
         return None
     upper, lower = float(np.mean(one)), float(np.mean(other))
@@ -86,19 +94,23 @@ def ratio_interval(one: Sequence[float], other: Sequence[float]) -> list[float] 
 
 
 def share_interval(met: Sequence[bool], crowding: float = 0.0) -> list[float] | None:
-    """The 95 % interval of a share of requests, within 0 and 1. It is None for too few requests,
-    and if the window is too short for its queue. crowding: the result of
-    `experiment.load.measuring.crowding`.
+    """Return the 95 % interval of the share of requests that meet the objectives, within 0 and 1.
+    Return None if there are too few requests, or if `crowding` exceeds 1.
+
+    met: for each request, in order of arrival, whether it met the objectives.
+    crowding: the result of `measuring.crowding`.
 
     The ends are those of Wilson's interval (1927), with Student's t and the variance over blocks.
-    Bad requests cluster while the server is crowded, so a short window may miss them by chance. The
-    lower end therefore includes bad requests that the window may have missed.
+    Requests that fail cluster while the queue is long, so a short window may miss them by chance.
+    The lower end is therefore computed as if some more requests had failed.
     """
     means = block_means([float(one) for one in met])
     if not means or crowding > 1:
         return None
     count, share, freedom = len(met), float(np.mean(met)), len(means)
-    alone = share * (1 - share) / count  # the variance for independent requests, as of one block
+    # The variance of `share` if requests were independent. It is added like one more block, so that
+    # blocks that happen to be equal do not give a variance of 0.
+    alone = share * (1 - share) / count
     variance = (float(np.var(means)) + alone) / freedom
     size = count * alone / variance if alone else float(count)
     reach = student(freedom)

@@ -1,8 +1,8 @@
-"""Measures one load point: requests that arrive at a rate.
+"""Measures one load point: requests that arrive at a set rate.
 
-Requests arrive before, during and after the measured window, and the measured ones become samples.
-The window also shows whether arrivals outran the server, so that its queue grew and answers fell
-behind, and whether the window is long enough for its queue.
+Requests arrive before, during and after the measured window. Only those of the window become
+samples. The window also shows whether the server was overloaded, so that its queue grew and answers
+fell behind, and whether the window was long enough for an interval of goodput.
 """
 
 import time
@@ -29,21 +29,23 @@ from specdec_cli.experiment.load.arrivals import (
 from specdec_cli.experiment.load.goodput import FEWEST
 from specdec_cli.experiment.measure import sample_of
 
-# Requests needed for an interval of goodput, per request under way. The second value applies if
-# latencies correlate with the number under way.
+# An interval of goodput needs this many requests for each request that is in flight on average. The
+# second value is multiplied by the squared correlation of latencies and requests in flight.
 _NEEDED, _FOLLOWING = 10.0, 200.0
 
 
 def crowding(latencies: Iterable[Sequence[float | None]], under_way: Sequence[int]) -> float:
-    """The number of requests needed for an interval of goodput, divided by the number in the
+    """Return the number of requests that an interval of goodput needs, divided by the number in the
     window. Above 1, the window is too short.
 
-    latencies: those of each request, for every objective; None if a request has none. under_way:
-    the number of requests under way at each request's arrival, itself included.
+    latencies: for each objective, the latency of every request; None for a request without one.
+    under_way: the number of requests in flight when each request arrived, itself included.
 
-    By Little's law, the mean number under way is the number of arrivals during one request. A queue
-    lasts longer than one request. It affects goodput to the extent that latencies correlate with
-    the number under way.
+    Requests in flight together affect each other, so they are not independent observations. By
+    Little's law, the mean number in flight is the number of requests that arrive while one is
+    answered, and the window must hold many times as many. It must be longer still if latencies
+    depend on the queue, that is, correlate with the number in flight: a queue lasts longer than one
+    request.
     """
     beside = np.asarray(under_way, float)
     follows = max([0.0, *(_correlation(np.array(one, float), beside) for one in latencies)])
@@ -70,10 +72,13 @@ def stretch_of(
     done: Mapping[int, float],
     latencies: Iterable[Sequence[float | None]] = (),
 ) -> Stretch:
-    """The record of a window. due, done: the times at which requests were due and were answered, by
-    the number of the request, in seconds on one clock. The measured requests come first. Requests
-    due after the last answer to a measured request were not sent. latencies: those of the measured
-    requests, for every objective."""
+    """Make the record of a point's measured window.
+
+    due, done: when each request was due, and when it was answered, by the request's number, in
+    seconds on one clock. The measured requests have the lowest numbers. Requests that were due
+    after the last measured request was answered were never sent, and are ignored.
+    latencies: for each objective, the latencies of the measured requests.
+    """
     measured = [due[number] for number in range(num_measured)]
     begin, span = measured[0], measured[-1] - measured[0]
     end = max(done[number] for number in range(num_measured))
@@ -109,18 +114,19 @@ def in_flight(due: Sequence[float], done: Sequence[float], at: Sequence[float]) 
 
 
 def is_overloaded(under_way: Sequence[int], num_answered: int) -> bool:
-    """True if the number of requests under way keeps growing beyond chance, and answers fall
-    behind.
+    """Return True if the queue kept growing and answers fell behind arrivals, both beyond chance.
 
-    under_way: the number under way at each measured arrival, in order. num_answered: the number of
-    answers within the window.
+    under_way: the number of requests in flight at each measured arrival, in order.
+    num_answered: the number of answers within the window.
 
-    The number under way must grow from the first third of arrivals to the last by two requests, by
-    a fifth, and by two standard errors of block means. It must also grow from the second third to
-    the last, because it would fall again after a short burst. These standard errors are too small,
-    since consecutive queue lengths are correlated. Answers must therefore also fall behind arrivals
-    by 5 %, and by two standard errors of the difference of two Poisson counts whose mean is the
-    number under way in the first third.
+    The mean number in flight must grow from the first third of arrivals to the last by two
+    requests, by a fifth, and by two standard errors of block means. It must also grow from the
+    second third to the last, because after a short burst it would fall again.
+
+    Queue lengths in a row are correlated, which makes these standard errors too small. A second
+    sign is therefore required: fewer than 95 % of the requests are answered within the window, and
+    those missing exceed two standard errors of the difference of two Poisson counts whose mean is
+    the number in flight in the first third.
     """
     count = len(under_way)
     if count < FEWEST or num_answered >= _SHARE * count:
@@ -140,23 +146,28 @@ def is_overloaded(under_way: Sequence[int], num_answered: int) -> bool:
     )
 
 
-_BEFORE = 10  # at least one request before the window per this many measured ones
+_BEFORE = 10  # for this many measured requests, at least one arrives before the window
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """The arriving requests of a load point, which cycle through the prompts; see
+    """The requests of a load point in the order of their arrival, cycling through the prompts; see
     `core.types.Arrivals`.
 
-    The measured requests have numbers from 0. Requests after them have the next numbers, and
-    requests before them have the last numbers. Earlier requests arrive until those that were under
-    way at the first answer are all answered, so that the queue is full. Their number is at least a
-    tenth of that of the measured requests, and at most as large, unless even the first answer takes
-    longer. Then the measured requests arrive, at due times that are the same in every stream of a
-    rate. After them at most as many requests arrive again, until all measured ones are answered.
+    They arrive in three phases:
+    - Before the window, to fill the queue. This phase ends once all requests that were under way at
+      the first answer are answered. It has at least a tenth as many requests as the window, and at
+      most as many, unless even the first answer takes longer.
+    - The measured window. The gaps between its requests are the same in every stream of a rate.
+    - After the window, to keep up the load until all measured requests are answered. This phase has
+      at most as many requests as the window.
+    At the rate inf, only the measured requests arrive.
 
-    due: seconds after the start, by the number of the request. done: the times of answers on
-    `time.perf_counter`, by the same number.
+    Measured requests are numbered from 0, those after the window continue the numbers, and those
+    before the window have the highest numbers.
+
+    due: when each request is due, in seconds after the start, by its number.
+    done: when it was answered, on the clock `time.perf_counter`, by its number.
     """
 
     prompts: Sequence[Request]
@@ -222,8 +233,8 @@ def measure_at_rate(
 ) -> tuple[list[Sample], Stretch, float]:
     """Measure requests that arrive at the key's rate. Every rank calls this.
 
-    Returns the point's samples, the record of its window, and the seconds of rounds and prefill
-    passes. The seconds also cover requests that are not measured.
+    Return the point's samples, the record of its window, and the seconds spent in rounds and
+    prefill passes, also for requests that are not measured.
     """
     assert key.request_rate is not None
     repeats, params = job.plan.recipe.run.repeats, job.plan.params
@@ -256,9 +267,12 @@ def measure_at_rate(
 
 
 def _with_common(sample: Sample, found: Sequence[Finished]) -> Sample:
-    """Add to the sample the server's counts over all requests, which one answer carries. They
-    include requests that are not measured, and are needed only if the rounds of single requests are
-    unknown."""
+    """Add to a sample the acceptance that the server counted over all requests of the point, and
+    the remarks of all of them.
+
+    Only one of the answers carries these counts. They include requests that are not measured, and
+    are added only if acceptance is known from counters alone, not from the rounds of each request.
+    """
     served = [one.served for one in found if one.served is not None]
     remarks = sorted({code for one in served for code in one.remarks} - {*sample.remarks})
     counted = next((one.counted for one in served if one.counted is not None), None)

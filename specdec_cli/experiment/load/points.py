@@ -1,8 +1,8 @@
-"""Computes load points from their samples and windows: goodput, overload and speed-ups. Also
+"""Evaluates load points: computes goodput, overload and speed-ups from samples and windows,
 recommends a k for each rate, and finds the rates between which the recommendation changes.
 
 Points are compared on the same requests at the same due times, so that differences are paired.
-Intervals are over blocks of consecutive requests.
+Intervals are computed over blocks of consecutive requests.
 """
 
 import math
@@ -101,7 +101,7 @@ def load_of(key: Key, samples: Samples, stretches: Sequence[Stretch], offered: O
 
 
 def is_met(samples: Sequence[Sample], slo: Mapping[str, float]) -> list[bool]:
-    """For each request, whether it was answered within every objective."""
+    """Return for each request whether it was answered and met every objective."""
     return [
         s.could_run and meets(slo, {name: next(iter(getattr(s, name)), None) for name in slo})
         for s in samples
@@ -159,9 +159,11 @@ def load_warnings(
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A point's results on the requests common to all points. times: the milliseconds of each
-    request that all points answered. met: for each request, 1 if it met the objectives and 0 if
-    not; empty without objectives."""
+    """A point's results on the requests common to all points.
+
+    times: the time of each request in milliseconds, over the requests that all points answered.
+    met: 1 for each request that met the objectives, and 0 for the others; empty without objectives.
+    """
 
     point: Point
     times: tuple[float, ...]
@@ -181,7 +183,8 @@ class Scored:
 
 
 def scored(points: Sequence[Point], samples: Mapping[Key, Samples]) -> list[Scored]:
-    """Return the results of all measured points that are not overloaded."""
+    """Return the results of all measured points that are not overloaded, on the requests that these
+    points have in common."""
     chosen = [p for p in points if p.is_ok and p.load is not None and not p.load.overloaded]
     if not chosen:
         return []

@@ -9,16 +9,22 @@ from specdec_cli.experiment.statistics.stats import student
 from specdec_cli.text import counted
 
 NEGLIGIBLE = 0.03  # a gain up to this is not worth a draft, so the verdict may be "none"
-_SURE = 1.96 + 0.84  # at this many standard errors from 1, four of five measurements decide
+# If the true gain is this many standard errors from 1, four of five 95 % intervals exclude 1.
+_SURE = 1.96 + 0.84
 _ENOUGH = 8  # minimum prompts for an interval with enough degrees of freedom
 Ends = Sequence[float] | None
 
 
 def verdict_of(chosen: Ends, others: Iterable[Ends], *, is_disturbed: bool) -> Verdict:
-    """Return "use" if the chosen point is faster beyond chance, "none" if beyond chance no point
-    gains more than `NEGLIGIBLE`, and otherwise, or if the times were disturbed, "inconclusive".
+    """Return the verdict on the gain from speculation:
+    - "use" if the chosen point is faster than plain decoding beyond chance.
+    - "none" if, beyond chance, no point gains more than `NEGLIGIBLE`.
+    - "inconclusive" otherwise, and always if the times were disturbed.
+
     chosen: the interval of the chosen point's speed-up; None for plain decoding or without an
-    interval. others: the intervals of all points with proposals."""
+    interval.
+    others: the intervals of all points with proposals.
+    """
     if is_disturbed:
         return "inconclusive"
     if chosen is not None and chosen[0] > 1.0:
@@ -34,10 +40,17 @@ def judged(
     leader: tuple[float, Ends, int, float, int] | None,
     disturbed: Sequence[Notice],
 ) -> tuple[Verdict, Needed | None, str]:
-    """Return the verdict, the measurement that would settle an inconclusive one, and a text about
-    both to append to a reason. chosen, others: as for `verdict_of`. leader: the arguments of
-    `needed_for` for the fastest point with proposals; None without such a point. disturbed: signs
-    that something disturbed the times."""
+    """Return the verdict, the measurement that would settle an inconclusive one, and a text that
+    explains both.
+
+    The text is meant to be appended to the reason of a recommendation. The measurement is None if
+    none is needed, or if there is no leader.
+
+    chosen, others: as for `verdict_of`.
+    leader: the arguments of `needed_for` for the fastest point with proposals; None without such a
+    point.
+    disturbed: warnings that something disturbed the times.
+    """
     is_disturbed = bool(disturbed)
     verdict = verdict_of(chosen, others, is_disturbed=is_disturbed)
     codes = ", ".join(dict.fromkeys(one.code for one in disturbed))
@@ -52,11 +65,15 @@ def judged(
 def needed_for(
     gain: float, ends: Ends, count: int, seconds: float, batch_size: int, *, is_disturbed: bool
 ) -> Needed:
-    """Estimate how many prompts would settle a gain four times in five, if they scatter like the
-    measured ones: they would show that the gain is above 1, or that it is not worth having. If only
-    the times were disturbed, the same prompts are measured again. If there are too few prompts to
-    estimate their scatter, the result is the number needed for that. ends: the gain's interval over
-    `count` prompts, which took `seconds` to measure."""
+    """Estimate how many prompts would settle whether a gain is real, with a chance of four in five.
+
+    They settle it by showing that the gain is above 1, or that it is at most negligible. They are
+    assumed to scatter like the measured prompts. If there are too few of those to estimate the
+    scatter, the result is the number of prompts needed for an estimate. If the interval excludes 1
+    and only disturbed times cast doubt on it, the same prompts have to be measured again.
+
+    ends: the gain's interval over the `count` prompts, which took `seconds` to measure.
+    """
     is_unknown = ends is None or count < _ENOUGH
     if ends is None or is_unknown:
         prompts = max(count + 1, _ENOUGH * batch_size)

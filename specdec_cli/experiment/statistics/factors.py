@@ -1,7 +1,9 @@
-"""Defines measures over one or two kinds of observations, and chooses the best of them.
+"""Defines the quantities that are estimated from one or two kinds of observations, and finds the
+largest of several.
 
-A prediction rests on two kinds of observations: the rounds of prompts, and the cost of rounds in
-the parts of a time curve. Knows no engine and no files.
+A measured speed-up has one kind of observation: prompts. A prediction has two: the rounds of each
+prompt, and the costs of a round in each part of a time curve. This module knows nothing of engines
+and files.
 """
 
 from collections.abc import Sequence
@@ -13,15 +15,17 @@ import numpy as np
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.stats import Array, SumRatio
 
-_FEW = 8  # observations
+_FEW = 8  # minimum number of observations for a trimmed interval
 
 
 @dataclass(frozen=True, slots=True)
 class MidRatio:
-    """A product of midmeans over observations, each factor to the power +1 or -1.
+    """A product or quotient of midmeans, each over one column of observations.
 
-    A midmean leaves out the lowest and the highest quarter, which may be outliers. columns: fp64
-    [N, M], a row for each observation. powers: +1 or -1 for each column.
+    A midmean is a mean without the lowest and the highest quarter, which may be outliers.
+
+    columns: fp64 [N, M], a row for each of N observations.
+    powers: for each column, +1 if its midmean is a factor, or -1 if it is a divisor.
     """
 
     columns: Array
@@ -60,7 +64,8 @@ class MidRatio:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product of two independent measures: one over prompts, one over parts of a time curve."""
+    """A product of two independent quantities: one estimated over prompts, and one over the parts
+    of a time curve."""
 
     prompts: SumRatio
     parts: MidRatio
@@ -117,10 +122,12 @@ class Ranking:
 
 
 def choose(measures: Sequence[Measure], seed: int = 0) -> Ranking:
-    """Find the largest of several measures over the same observations, and those tied with it. A
-    measure is tied if the interval of its ratio to the largest contains 1. Without an interval, a
-    measure is tied only if its value is equal. A measure whose value is NaN is left out, unless all
-    values are NaN."""
+    """Find the largest of several measures over the same observations, and those tied with it.
+
+    A measure is tied if the interval of its ratio to the largest contains 1. If there is no
+    interval, it is tied only if both values are equal. A measure whose value is NaN is left out,
+    unless all values are NaN.
+    """
     values = [m.value for m in measures]
     best = max(range(len(values)), key=lambda i: -np.inf if np.isnan(values[i]) else values[i])
 

@@ -1,5 +1,8 @@
-"""Finds signs in a run's samples that something disturbed its times, and outlying repeats, which do
-not count. Only records are read, so that merged and resumed runs are treated like any other run."""
+"""Finds signs in a run's samples that something disturbed its times.
+
+Also finds outlying repeats, which are left out of the results. Only the run's records are read, so
+that merged and resumed runs are treated like any other run.
+"""
 
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -17,19 +20,22 @@ from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.stats import SumRatio
 from specdec_cli.text import counted
 
-_DRIFT = 0.10  # smallest relative change of a round's time, minus its error, to report
-# The number of standard errors that are subtracted from a change. It is large, because the largest
-# change among many splits is tested and no machine is entirely quiet: 28 quiet sweeps on two shared
-# cores had changes of at most 9 %, and 18 sweeps beside other work of at least 13 %.
+# A relative change of a round's time is reported if it is this large even after `_CERTAIN` standard
+# errors are subtracted.
+_DRIFT = 0.10
+# The number of standard errors to subtract from a change. It is large because the largest change
+# among many splits is tested, and no machine is entirely quiet. On two shared cores, the changes
+# were at most 9 % in 28 quiet sweeps, and at least 13 % in 18 sweeps that ran beside other work.
 _CERTAIN = 4.5
 _FEWEST = 8  # minimum batches of prompts to detect a drift
 _FEWEST_AT_SEAM = 5
-_DISAGREE = 0.03  # smallest difference of two repeats to report, at its interval's end near 0
+# Two repeats disagree if the whole interval of their ratio is at least this far from 1.
+_DISAGREE = 0.03
 _OFF = 0.03  # smallest relative error of a prediction to report
 
 
 def noise_in(samples: Mapping[Key, Samples]) -> list[Notice]:
-    """Warnings about the times of a run's samples."""
+    """Return warnings about disturbances that the times of a run's samples show."""
     found = []
     for chosen in _by_run(samples):
         found += [*_drift(chosen), *_outliers(chosen), *_repeats(chosen)]
@@ -37,8 +43,8 @@ def noise_in(samples: Mapping[Key, Samples]) -> list[Notice]:
 
 
 def _by_run(samples: Mapping[Key, Samples]) -> Iterable[dict[Key, Samples]]:
-    """Group the samples by batch size and pair of degrees. The points of one group were measured in
-    turns."""
+    """Group the samples by batch size and pair of tensor-parallel degrees. The points of a group
+    were measured alternately, so they can be compared."""
     by_run: dict[tuple[int, Pair], dict[Key, Samples]] = {}
     for key, of in samples.items():
         if usable := without_errors(of):
@@ -47,22 +53,24 @@ def _by_run(samples: Mapping[Key, Samples]) -> Iterable[dict[Key, Samples]]:
 
 
 def seams_in(samples: Mapping[Key, Samples], earlier: Collection[int]) -> list[Notice]:
-    """Warnings if rounds became slower or faster when a run was resumed. earlier: the prompts that
-    were measured before the run was resumed."""
+    """Return warnings if rounds became slower or faster when a run was resumed. earlier: the
+    prompts that were measured before the run was resumed."""
     if not earlier:
         return []
     return [one for chosen in _by_run(samples) for one in _drift(chosen, earlier)]
 
 
 def _drift(samples: Mapping[Key, Samples], earlier: Collection[int] = ()) -> list[Notice]:
-    """A warning if rounds became permanently slower or faster at some prompt.
+    """Return a warning if rounds became slower or faster at some prompt and stayed so.
 
-    earlier: the prompts measured before the run was resumed, if only a change at that point counts.
+    earlier: the prompts that were measured before the run was resumed, to look for a change only
+    there; empty to look everywhere.
 
-    Prompts are measured in the order of their indices, each at every point. So the time of a round,
-    relative to the median of its point and averaged over points, shows the machine's speed. The
-    effect of text length is removed: rounds of longer texts read more keys, and datasets are often
-    sorted by length. Prompts decoded in one batch share their rounds, so they are one observation.
+    Prompts are measured in the order of their indices, each at every point. The time of a round,
+    divided by the median of its point and averaged over points, therefore shows the machine's speed
+    over time. The effect of text length is removed, because rounds of longer texts read more keys,
+    and datasets are often sorted by length. Prompts decoded in one batch share their rounds, so
+    they count as one observation.
     """
     common = sorted(set.intersection(*(set(of) for of in samples.values())))
     plain = min(samples, key=lambda key: key.k)
@@ -86,8 +94,9 @@ def _drift(samples: Mapping[Key, Samples], earlier: Collection[int] = ()) -> lis
     lengths = by_batch(_context(samples[plain][i]) for i in used)
     edge = max(2, count // 8)
     places = [seam] if earlier else range(edge, count - edge + 1)
-    # A fixed split needs no margin for the choice among many splits, but with few prompts its error
-    # is uncertain.
+    # `_CERTAIN` allows for choosing the largest change among many splits. If the split is fixed,
+    # fewer standard errors are enough; Student's t is larger for few prompts, whose error is
+    # uncertain.
     certain = 1.5 * stats.student(count - 3) if earlier else _CERTAIN
     splits = [(_step(speeds, lengths, split), split) for split in places]
     sure = [(abs(change) - certain * error, change, place) for (change, error), place in splits]
@@ -115,11 +124,16 @@ def _drift(samples: Mapping[Key, Samples], earlier: Collection[int] = ()) -> lis
 def _step(
     values: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], split: int
 ) -> tuple[float, float]:
-    """Estimate the step of the mean at a split, and the step's standard error. Least squares fits
-    the step together with a term proportional to `lengths`. The lengths may all be equal."""
+    """Estimate by how much the mean of `values` changes at index `split`, and the standard error of
+    that.
+
+    The step is fitted by least squares, together with a term proportional to `lengths`, so that the
+    effect of text length does not count as a step. The lengths may all be equal.
+    """
     after = (np.arange(len(values)) >= split).astype(float)
     known = np.stack((np.ones(len(values)), lengths - lengths.mean()), axis=1)
-    # The residuals of the values and of the step after fitting the mean and the lengths.
+    # Fit mean and lengths to the values, and to the step itself. Regressing the first residuals on
+    # the second gives the step's coefficient in the joint fit.
     rest, own = (v - known @ np.linalg.lstsq(known, v, rcond=None)[0] for v in (values, after))
     weight = max(float(own @ own), 1e-9)
     change = float(own @ rest) / weight
@@ -129,15 +143,15 @@ def _step(
 
 
 def _context(sample: Sample) -> float:
-    """The mean number of tokens that a round of a prompt reads."""
+    """Return the mean context length, in tokens, of the rounds of a prompt."""
     return len(sample.prompt_token_ids) + len(sample.token_ids) / 2
 
 
 def _outliers(samples: Mapping[Key, Samples]) -> list[Notice]:
     """Return a warning if outlying repeats cast doubt on the other repeats.
 
-    A single outlier that lost no more than a time slice is harmless, because the prompt's figure is
-    the mean of its other repeats.
+    A single outlier that lost no more time than an idle system occasionally takes is harmless: it
+    is left out of the mean over the prompt's repeats.
     """
     outliers = Outliers.of(samples)
     if not outliers.are_long and not outliers.are_many:
@@ -160,7 +174,8 @@ def _outliers(samples: Mapping[Key, Samples]) -> list[Notice]:
 
 
 def _repeats(samples: Mapping[Key, Samples]) -> list[Notice]:
-    """A warning if one repeat of all points was slower than another beyond chance."""
+    """Return a warning if one repeat, summed over all points, was slower than another beyond
+    chance."""
     common = sorted(set.intersection(*(set(of) for of in samples.values())))
     counts = {len(of[i].decode_seconds) for of in samples.values() for i in common}
     if len(common) < 2 or len(counts) != 1:
@@ -185,7 +200,7 @@ def _repeats(samples: Mapping[Key, Samples]) -> list[Notice]:
 
 
 def impossible_speeds(points: Iterable[Point]) -> list[Notice]:
-    """A warning if points were faster than the number of tokens in their rounds allows."""
+    """Return a warning if points had an impossible speed-up: more than their tokens per round."""
     found = [(p.impossible_speedup, p) for p in points if p.impossible_speedup is not None]
     if not found:
         return []
@@ -202,7 +217,8 @@ def impossible_speeds(points: Iterable[Point]) -> list[Notice]:
 
 
 def predictions_off(points: Iterable[Point]) -> list[Notice]:
-    """A warning if predicted speed-ups differ from measured ones by more than their intervals."""
+    """Return a warning if predicted speed-ups differ from measured ones by more than their
+    intervals allow."""
     off = off_points(points)
     large = [item for item in off if abs(item[1]) >= _OFF]
     if not large:
@@ -219,8 +235,8 @@ def predictions_off(points: Iterable[Point]) -> list[Notice]:
 
 
 def proposals_of_another_k(points: Iterable[Point]) -> list[Notice]:
-    """A warning about predictions from the proposals of the largest k, if a smaller k would propose
-    different tokens."""
+    """Return a warning about predictions that use the proposals of the largest k, if a smaller k
+    would propose different tokens."""
     found = [p for p in points if p.prediction is not None and p.prediction.drafts_of_k is not None]
     if not found:
         return []
@@ -234,8 +250,8 @@ def proposals_of_another_k(points: Iterable[Point]) -> list[Notice]:
 
 
 def _round_seconds(sample: Sample) -> float:
-    """The mean seconds per round of a prompt, over its repeats; per token if its rounds are
-    unknown."""
+    """Return the mean seconds per round of a prompt over its repeats. If the number of rounds is
+    unknown, return the mean seconds per token."""
     rounds = sum(sample.round_share) or sample.decoded_tokens * len(sample.decode_seconds)
     return max(sum(sample.decode_seconds) / max(rounds, 1e-9), 1e-9)
 
@@ -248,11 +264,11 @@ def _name(key: Key) -> str:
 # The seconds that an idle system occasionally takes from a process. In recorded quiet sweeps on a
 # virtual machine of two processors the longest outlier lost 0.19 s.
 _SLICE = 0.25
-_WEIGHT = 0.01  # an outlier is not long if it lost less than this share of its point's time
-# Share of repeats that are outliers on an idle system: 0 to 1.4 % in the same sweeps. If outliers
-# were independent, two repeats of one prompt would both be outliers in 4 of 10,000 prompts.
+_WEIGHT = 0.01  # outliers that lost less than this share of their point's time are harmless
+# The share of repeats that may be outliers on an idle system; it was 0 to 1.4 % in those sweeps. If
+# they are independent, two repeats of a prompt are both outliers in 4 of 10,000 prompts.
 _SELDOM = 0.02
-_CHANCE = 0.001  # outliers are too many if an idle system has so many with a lower probability
+_CHANCE = 0.001  # too many outliers: so many have less than this probability on an idle system
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,10 +285,14 @@ class Outlier:
 
 @dataclass(frozen=True, slots=True)
 class Outliers:
-    """The outliers among the repeats of several points. repeats: the number of repeats of all
-    prompts. disturbances: the number of outliers, where one that slows a whole batch counts once.
-    chances: how many disturbances were possible, counted in the same way. seconds: the time of all
-    repeats of each point."""
+    """The outliers among the repeats of several points.
+
+    repeats: the number of repeats of all prompts.
+    disturbances: the number of outliers, where one that slows a whole batch counts once.
+    chances: the number of repeats, where those of one batch count once: how many disturbances were
+    possible.
+    seconds: the total time of each point's repeats.
+    """
 
     found: list[Outlier]
     repeats: int
@@ -310,12 +330,12 @@ class Outliers:
 
     @property
     def are_many(self) -> bool:
-        """True if there are more outliers than on an idle system, so that all repeats of a prompt
-        may be disturbed.
+        """True if there are more outliers than on an idle system. In that case all repeats of some
+        prompt may have been disturbed, which would not be noticed.
 
-        This uses the bound of Chernoff and Hoeffding on the tail of a binomial distribution. If
-        each of n repeats is an outlier with probability p, then the probability that a share of s
-        or more are outliers is at most exp(-n KL(s, p)).
+        This uses the Chernoff-Hoeffding bound on the tail of a binomial distribution. If each of n
+        repeats is an outlier with probability p, then the probability that a share of s or more are
+        outliers is at most exp(-n KL(s, p)).
         """
         share, rate = self.disturbances / max(self.chances, 1e-9), _SELDOM
         if share <= rate:
@@ -337,10 +357,11 @@ DISTURBED = frozenset(
 
 
 def off_points(points: Iterable[Point]) -> list[tuple[Point, float]]:
-    """List the points whose prediction is wrong by more than its interval, each with the relative
-    error.
+    """List the points whose predicted speed-up is wrong beyond chance, each with the relative
+    error. A prediction is wrong if the interval of its error excludes 0.
 
-    Predictions from the proposals of another k may be off without any disturbance.
+    Predictions that use the proposals of another k are left out, because they may be wrong without
+    any disturbance.
     """
     found = []
     for point in points:
