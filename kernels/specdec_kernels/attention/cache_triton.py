@@ -1,5 +1,8 @@
-"""Kernels of the paged KV cache. One computes slots, with one lane per token. The other writes keys
-and values, with one program per token."""
+"""Kernels for the paged KV cache.
+
+`slot_mapping_kernel` computes the cache slot of every token, BLOCK tokens per program.
+`write_kv_kernel` writes keys and values into the cache, one token per program.
+"""
 
 import torch
 import triton
@@ -15,14 +18,17 @@ FP8_MAX = tl.constexpr(448.0)
 
 @triton.jit
 def coded(x, scale):
-    """Round values as an fp8 cache stores them, and return them in fp32; see `call.Side.coded`. The
-    rounding is explicit, because a conversion to fp8 and back would be wrong: ptxas 12.8 reads a
-    converted value from a wrong register if the value is also packed into a word.
+    """Divide values by `scale` and round them to e4m3 as `call.Side.coded` does, but return fp32.
+
+    This rounds with fp32 arithmetic instead of a cast to fp8 and back. The cast would give wrong
+    results: ptxas 12.8 reads a converted value from a wrong register if the value is also packed
+    into a word.
     """
     x = tl.div_rn(x.to(tl.float32), scale)
     x = tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-    # The step of e4m3 is an eighth of the power of two below a value, and 2^-9 below 2^-6. Adding
-    # 1.5 * 2^23 steps rounds to whole steps, and halves to even steps.
+    # e4m3 has three mantissa bits: its values are spaced by 1/8 of the largest power of two that
+    # does not exceed |x|, and by 2^-9 where |x| < 2^-6. Adding 1.5 * 2^23 times this step makes
+    # fp32 round x to a whole number of steps, ties to even; the subtraction leaves the rounded x.
     power = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
     large = (power + (20 << 23) + (1 << 22)).to(tl.float32, bitcast=True)
     return x + large - large

@@ -1,4 +1,5 @@
-"""The arguments of a layer's attention, and its KV cache. The model passes both to the kernels."""
+"""A layer's attention settings and its KV cache, in the form that the model passes to the
+kernels."""
 
 from typing import NamedTuple
 
@@ -10,15 +11,16 @@ FP8_MAX = 448.0
 
 
 class LayerCache(NamedTuple):
-    """The keys and values of a layer, contiguous."""
+    """The cached keys and values of a layer: contiguous tensors of NB blocks with BS slots each."""
 
     keys: Tensor
-    """[NB, BS, Hkv, Dk], by block and slot in it."""
+    """[NB, BS, Hkv, Dk]."""
     values: Tensor
-    """[NB, BS, Hkv, Dv], by block and slot in it."""
+    """[NB, BS, Hkv, Dv]."""
     scales: Tensor | None = None
-    """[2, Hkv] fp32, contiguous, positive: the scales of keys and of values. An `FP8` cache holds
-    values divided by the scales and clamped to its range. None: values in the queries' dtype."""
+    """[2, Hkv] fp32, contiguous, positive: the scales of the keys and those of the values. An `FP8`
+    cache stores numbers divided by their scale and clamped to the range of `FP8`. None if the cache
+    is not in fp8; then it has the dtype of the queries."""
 
     @property
     def sides(self) -> tuple["Side", "Side"]:
@@ -28,7 +30,8 @@ class LayerCache(NamedTuple):
 
     @property
     def is_sound(self) -> bool:
-        """True if shapes and layouts fit, and the cache has scales if and only if it is in fp8."""
+        """True if shapes and layouts are valid, and there are scales if and only if the cache is
+        fp8."""
         keys, values, scales = self
         is_alike = keys.shape[:3] == values.shape[:3] and keys.dtype == values.dtype
         has_scales = scales is None or (
@@ -41,10 +44,12 @@ class LayerCache(NamedTuple):
 
 
 class Side(NamedTuple):
-    """The keys or the values of a layer. pool: [..., Hkv, D]. scales: [Hkv], or None."""
+    """Either the keys or the values of a layer's cache."""
 
     pool: Tensor
+    """[..., Hkv, D], the cache tensor."""
     scales: Tensor | None
+    """[Hkv], or None if the cache is not in fp8."""
 
     def coded(self, x: Tensor) -> Tensor:
         """Convert heads [..., Hkv, D] to the format in which the pool stores them."""
@@ -58,27 +63,29 @@ class Side(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """A layer's arguments to attention, the same in every pass."""
+    """The settings of a layer's attention, the same in every forward pass."""
 
     scale: float
-    """Positive factor on the scores."""
+    """Positive factor by which the scores are multiplied."""
     sliding_window: int = 0
-    """A key is visible iff its position > the query's - window and, unless rows are causal, < the
-    query's + window. 0 means no window."""
+    """A query sees a key only if key position > query position - window and, if not `causal`, also
+    key position < query position + window. 0 means no window."""
     softcap: float = 0.0
-    """Scores become softcap * tanh(score / softcap), as in Gemma 2; 0 for none."""
+    """Scores become softcap * tanh(score / softcap), as in Gemma 2. 0 means no softcap."""
     sinks: Tensor | None = None
-    """[H], per-head logits that join the softmax and carry no value, as in GPT-OSS."""
+    """[H], one logit per head that takes part in the softmax but has no value, as in GPT-OSS. None
+    if the layer has no sinks."""
     causal: bool = True
-    """If false, the rows of a pass also see later rows, but no padding."""
+    """If false, a query also sees the keys of later tokens in its sequence, but not those of
+    padding."""
 
 
 class Form(NamedTuple):
-    """Sizes of a layer and its cache that are compile-time constants of kernels. group: the number
-    of query heads per key head."""
+    """Properties of a layer and its cache that are compile-time constants of kernels."""
 
     kv_heads: int
     group: int
+    """Query heads per key head."""
     dim: int
     value_dim: int
     block_size: int
@@ -88,7 +95,7 @@ class Form(NamedTuple):
 
 
 def form_of(call: AttentionCall, num_heads: int, cache: LayerCache) -> Form:
-    """Return the sizes of a layer with `num_heads` query heads."""
+    """Return the compile-time constants of a layer with `num_heads` query heads."""
     _, block_size, kv_heads, dim = cache.keys.shape
     return Form(
         *(kv_heads, num_heads // kv_heads, dim, cache.values.shape[3], block_size),

@@ -15,62 +15,65 @@ from torch import Tensor
 from specdec_kernels.gpu import gpu_of
 
 HEAD_DIMS = (64, 128)
-LONGEST = 32768  # maximum tokens of a gathered context, to bound its memory
+LONGEST = 32768  # longest context that is gathered; this limits the memory for the copy
 
 
 class Bound(NamedTuple):
-    """The smallest chunk for which gathering is faster."""
+    """The size from which gathering a chunk's keys and values is faster. A chunk must reach both
+    minimums."""
 
     queries: int
+    """Minimum number of queries."""
     scores: int
-    """Queries times context."""
+    """Minimum number of queries times context length."""
 
 
 # Bounds by compute capability. Other devices use `paged_attention` for all sequences. On an H200
-# with heads of 128, gathering makes four chunks of 511 queries a quarter faster if each has 2048
-# keys, and slower if each has 511.
+# with head dimension 128 and four chunks of 511 queries, gathering makes attention a quarter faster
+# if each chunk has 2048 keys, but slower if each has 511.
 BOUNDS = {(9, 0): Bound(448, 2**20)}
 
 
 class LongChunk(NamedTuple):
-    """One sequence's prompt chunk that is long enough to gather its keys and values. context: the
-    number of its keys."""
+    """A prompt chunk of one sequence that is long enough to gather its keys and values."""
 
     sequence: int
     tokens: slice
     """The indices of the chunk's tokens among the packed tokens."""
     context: int
+    """The number of keys, including those of earlier chunks."""
 
 
 class ShortRun(NamedTuple):
-    """Consecutive sequences of a pass without a long chunk."""
+    """Consecutive sequences without long chunks; one call of `paged_attention` processes them."""
 
     sequences: slice
     tokens: slice
     query_start: Tensor
-    """[sequences + 1] int32, counted from the run's first token."""
+    """[sequences + 1] int32: where each sequence begins, counted from the run's first token."""
     max_query_len: int
 
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The gathered chunks of a pass, for all of its layers. longest: the number of tokens in the
-    longest context."""
+    """The sequences of a forward pass, divided into long chunks and runs of all others. All layers
+    of the pass use the same plan."""
 
     chunks: list[LongChunk]
     runs: list[ShortRun]
     longest: int
+    """The largest context length among `chunks`."""
 
 
 def bound_of(device: torch.device) -> Bound | None:
-    """The smallest chunk for which gathering is faster on a device, or None if it never is."""
+    """Return the size from which gathering is faster on a device, or None if it never is."""
     return BOUNDS.get(gpu_of(device).capability) if device.type == "cuda" else None
 
 
 def plan_chunks(
     query_lens: list[int], context_lens: list[int], device: torch.device, bound: Bound | None
 ) -> ChunkPlan | None:
-    """Return the plan for a pass with a long chunk, and None for other passes."""
+    """Return the plan of a forward pass, or None if no chunk is long enough to be gathered."""
     if bound is None or max(query_lens, default=0) < bound.queries:
         return None
     starts = [0, *accumulate(query_lens)]

@@ -1,4 +1,4 @@
-"""Gathers the keys and values of long chunks, and computes attention over them."""
+"""Attention for long prompt chunks, and the kernel that gathers their keys and values."""
 
 import torch
 import triton
@@ -75,8 +75,8 @@ def gather_kv_triton(
 def takes_chunks(
     plan: ChunkPlan | None, cache: LayerCache, call: AttentionCall, dtype: torch.dtype
 ) -> bool:
-    """True if chunks can be gathered: 16-bit values, a suitable head size, and only a causal
-    mask."""
+    """Return True if a layer can use the plan: it computes in 16 bits, has a supported head size,
+    and its only mask is causal (a window does not hide any key), without softcap or sinks."""
     return (
         plan is not None
         and dtype.itemsize == 2
@@ -100,9 +100,12 @@ def attend_chunks(
     """Compute `ops.paged_attention` for a layer for which `takes_chunks` is true.
 
     Args:
-        query: [T, H, D], heads and features contiguous.
-        cache: The layer's cache. block_tables: [B, MB] int32. context_lens: [B] int32. plan: The
-        plan of the pass. Every token belongs to one of its sequences. call: The layer's arguments.
+        query: [T, H, D], heads and features contiguous. Every token must belong to a sequence.
+        cache: The layer's cache.
+        block_tables: [B, MB] int32.
+        context_lens: [B] int32.
+        plan: The plan of this forward pass.
+        call: The settings of the layer's attention.
 
     Returns:
         [T, H, D], contiguous.

@@ -32,37 +32,44 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherPart:
-    """Sequences computed in one call, with queries padded to Q and visible keys to C."""
+    """Sequences whose attention is computed in one call. Each has its queries padded to Q, and the
+    keys that they see padded to C."""
 
     first_token: int
+    """The index of the part's first packed token."""
     num_sequences: int
+    """The number of sequences, n."""
     num_queries: int
-    """Q, the largest number of queries of a sequence."""
+    """Q, the number of queries in the sequence with the most."""
     slots: Tensor | slice
-    """[n * C] int64 cache slots. Padding repeats a slot of the same sequence, so that an unused
-    slot, which may hold NaN, is never read. A slice if the keys are contiguous in the cache, so
-    that none is copied."""
+    """The cache slots of the keys, [n * C] int64. Padding repeats a slot of the same sequence,
+    since an unused slot may hold NaN. If all keys lie in consecutive slots, this is a slice, so
+    that reading them needs no copy."""
     mask: Tensor | None
     """[n, Q, C] bool, True where the query sees the key; None if every query sees every key."""
     causal: bool
-    """True if the mask is the plain lower triangle of one sequence that attends to itself."""
+    """True if the part is one sequence without earlier keys or a window, so that its mask is
+    exactly the lower triangle."""
     padded: Tensor | None
-    """[n * Q] int64 tokens of the part in padded order; None where no sequence is padded."""
+    """[n * Q] int64: for each query, also padding, the index of its token within the part. None if
+    no sequence is padded."""
     unpadded: Tensor | None
-    """[tokens of the part] int64, the inverse of `padded`."""
+    """[tokens of the part] int64: for each token, its index in `padded`. None if `padded` is
+    None."""
 
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """Cache slots that each sequence's queries read, for all layers of one forward pass."""
+    """The cache slots and masks that attention needs in one forward pass. They are computed when a
+    layer first asks for them, then kept for the other layers."""
 
     block_tables: Tensor
     query_lens: list[int]
     context_lens: list[int]
     block_size: int
     ends: list[int] | None = None
-    """Ends of the keys that non-causal rows see; the rest of a context is padding. None:
-    `context_lens`."""
+    """For each sequence, the end of the keys that non-causal queries see; the rest of its context
+    is padding. If None, they see all of `context_lens`."""
     parts_by_view: dict[View, list[GatherPart]] = field(default_factory=dict)
     masks: dict[tuple[View, int, int, torch.dtype], Tensor | None] = field(default_factory=dict)
 
@@ -75,8 +82,8 @@ class GatherPlan:
         return found
 
     def mask(self, view: View, part: int, group: int, dtype: torch.dtype) -> Tensor | None:
-        """Return the additive mask [n, 1, group * Q, C] of one part, in the dtype of the
-        attention."""
+        """Return the mask of one part, [n, 1, group * Q, C] in `dtype`, for adding to the scores: 0
+        where the query sees the key, otherwise -inf. None if every query sees every key."""
         key = (view, part, group, dtype)
         if key not in self.masks:
             self.masks[key] = self._build_mask(self.parts(view)[part], group, dtype)
@@ -105,9 +112,11 @@ class GatherPlan:
         return parts
 
     def _in_one_piece(self, b: int, first_token: int, view: View) -> GatherPart | None:
-        """Return the part for a sequence whose keys are contiguous in the cache, otherwise None.
-        This is the usual case for a single sequence, where the dozen operations of `_build_part`
-        would slow rounds."""
+        """Return the part for sequence `b` if its keys lie in consecutive slots, otherwise None.
+
+        This is a shortcut for the usual case of a single sequence: the dozen tensor operations of
+        `_build_part` would slow down every decoding step.
+        """
         num_queries, context = self.query_lens[b], self.context_lens[b]
         older = context - num_queries
         if older < 0 or self._ends(view)[b] < context:
@@ -162,8 +171,9 @@ class GatherPlan:
 
         query = torch.arange(num_queries, device=device)
         length = torch.tensor(lens, device=device)[:, None]
-        # A padding query sees the keys of the sequence's last query; a query before the sequence's
-        # beginning sees the first key. A row without keys would be NaN.
+        # Every query must see a key, since a softmax over none is NaN. A query that pads a sequence
+        # to Q sees the keys of the sequence's last query. A query before the sequence's first token
+        # sees the first key.
         query_position = context - length + torch.minimum(query, length - 1)
         query_position = torch.minimum(query_position, last).clamp(min=0)
         ahead = 0 if view.causal else (view.window or num_keys) - 1
@@ -198,20 +208,21 @@ def gather_plan(
     block_size: int,
     slots: Tensor | None = None,
 ) -> GatherPlan:
-    """Precompute the indices and masks of `gather_attention`; arguments as in `paged_attention`.
+    """Make the plan that `gather_attention` needs; the arguments are those of `paged_attention`.
 
-    This reads the lengths on the host. The plan is valid for one forward pass, as long as the block
-    tables do not change.
+    This copies the lengths to the host. The plan is valid for one forward pass, as long as the
+    block tables do not change.
     """
     starts = query_start.tolist()
     query_lens = [end - start for start, end in pairwise(starts)]
-    # Padding rows before a text see a key too, since a row without keys would be NaN.
+    # A sequence of nothing but padding has a context of 0. Its queries must still see one key,
+    # since a softmax over no keys is NaN.
     contexts, ends = context_lens.clamp(min=1).tolist(), list[int]()
     if slots is not None:
         is_live = (slots >= block_size).tolist()
         for start, end, context in zip(starts, starts[1:], contexts, strict=False):
             padding = [*reversed(is_live[start:end]), True].index(True)
-            # Padding rows see the first key, since a row without keys would be NaN.
+            # At least one key must remain visible, since a softmax over no keys is NaN.
             ends.append(max(1, context - min(padding, max(0, end - start - 1))))
     return GatherPlan(block_tables, query_lens, contexts, block_size, ends or None)
 
@@ -222,8 +233,8 @@ def gather_attention(
     plan: GatherPlan,
     call: AttentionCall,
 ) -> Tensor:
-    """Compute `ops.paged_attention` with the slots of a plan. The query heads of a group become
-    query rows."""
+    """Compute `ops.paged_attention` with a plan's slots and masks. The query heads that share a key
+    head are stacked as additional queries of that head, so that its keys need not be repeated."""
     (num_tokens, num_heads, dk), (kv_heads, dv) = query.shape, cache.values.shape[2:]
     group = num_heads // kv_heads
     sides = cache.sides
@@ -246,8 +257,8 @@ def gather_attention(
             mask = plan.mask(view, index, group, torch.float32)
             out = _explicit_attention(q, k, v, mask, call)
         elif part.causal:
-            # Torch skips the upper triangle, which saves more than repeating the group's keys
-            # costs.
+            # With is_causal torch skips the upper triangle. This saves more time than repeating the
+            # keys for every query head costs.
             q = q.view(n, num_heads, q_len, dk)
             k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale)
@@ -267,7 +278,7 @@ def gather_attention(
 
 
 def _visible(side: Side, part: GatherPart, dtype: torch.dtype) -> Tensor:
-    """The part's keys or values, [n, Hkv, C, D] in `dtype`."""
+    """Return the keys or values that a part's queries see, [n, Hkv, C, D] in `dtype`."""
     slots, sizes = part.slots, side.pool.shape[2:]
     pool = side.pool.view(1, -1, *sizes)
     if isinstance(slots, slice):
@@ -280,9 +291,12 @@ def _visible(side: Side, part: GatherPart, dtype: torch.dtype) -> Tensor:
 def _explicit_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: AttentionCall
 ) -> Tensor:
-    """fp32 attention with softcap and sinks, which torch's own function does not support.
+    """Compute attention in fp32, with softcap and sinks, which torch's
+    scaled_dot_product_attention does not support.
 
-    q [n, Hkv, G * Q, Dk], k [n, Hkv, C, Dk], v [n, Hkv, C, Dv], mask [n, 1, G * Q, C].
+    Shapes: q [n, Hkv, G * Q, Dk], k [n, Hkv, C, Dk], v [n, Hkv, C, Dv], mask [n, 1, G * Q, C]; G is
+    the number of query heads per key head. A mask of None hides nothing. Returns the shape
+    [n, Hkv, G * Q, Dv] in the dtype of `q`.
     """
     n, kv_heads, rows, _ = q.shape
     scores = q.float() @ k.float().transpose(2, 3) * call.scale

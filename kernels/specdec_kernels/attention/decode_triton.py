@@ -1,12 +1,15 @@
 """Rotary embedding, KV write and paged attention of a layer in one kernel, for few queries.
 
-A program processes all rows of a sequence for one key head, over one part of its context
-(Flash-Decoding). A row is a pair of a query token and a query head. New keys and values come from
-the projection and are stored in the same kernel. Older ones come from the cache and do not depend
-on the preceding kernel, so the first of them are loaded while it still runs. When all programs of a
-key head are done, each combines the parts of some rows. Shapes determine the maximum number of
-parts, and the lengths on the device determine how many are used. A short context uses few parts,
-which are combined faster.
+A row is a pair of a query token and a query head. A program processes all rows of a sequence for
+one key head, over one part of the context (Flash-Decoding). When the programs for all parts are
+done, they divide the rows among themselves, and each combines the partial results of its rows.
+
+New keys and values come from the projection, and this kernel stores them in the cache. Older ones
+are already in the cache. They do not depend on the preceding kernel, so a program loads its first
+tile of them while that kernel still runs.
+
+The maximum number of parts follows from shapes. The number of parts in use follows from the lengths
+on the device: a short context has few parts, because fewer are combined faster.
 """
 
 import torch
@@ -63,8 +66,8 @@ def zero_padding(
     dim,
     FORM: tl.constexpr,
 ):
-    """Write zeros for the padding tokens [begin, end) of one key head, which no program
-    computes."""
+    """Write zeros as the output of tokens [begin, end), for the query heads of one key head. These
+    tokens are padding after the last sequence, so no program computes attention for them."""
     GROUP: tl.constexpr = FORM.group
     zeros = tl.zeros(dim.shape, out_ptr.dtype.element_ty)
     for tail in range(begin, end):
@@ -76,9 +79,9 @@ def zero_padding(
 
 @triton.jit
 def anchored(tile):
-    """Pin an fp8 tile at this point in the code, before its conversion to a matmul operand's
-    layout. The compiler would otherwise move the conversion up to the loads, and wait for these
-    with barriers.
+    """Keep the compiler from converting an fp8 tile to a matmul operand's layout before this point.
+    It would otherwise convert right after the loads, and therefore wait for them there, with
+    barriers.
     """
     key, value, visible = tile
     if not INTERPRETED:
@@ -95,8 +98,8 @@ def _moved(x):
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences", "alone", "min_keys", "table_stride"])
 def rope_attention_kernel(
     qkv_ptr,  # [T, (H + 2 Hkv) D]
-    cos_ptr,  # [T, D] with equal halves
-    sin_ptr,  # [T, D], likewise
+    cos_ptr,  # [T, D]; both halves of a row are equal
+    sin_ptr,  # [T, D]; both halves of a row are equal
     query_norm_ptr,  # [D], or None
     key_norm_ptr,  # [D], or None
     key_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D], in and out
@@ -136,7 +139,7 @@ def rope_attention_kernel(
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
-    # Inside torch.compile a Python float reaches a kernel as fp64.
+    # Inside torch.compile a Python float reaches a kernel as fp64, so convert it.
     scale = tl.full([], scale, tl.float32)
     if scales_ptr is not None:
         key_scale = tl.load(scales_ptr + kv_head)
@@ -150,17 +153,17 @@ def rope_attention_kernel(
     end_of_all = tl.load(query_start_ptr + num_sequences)
     context = tl.load(context_lens_ptr + sequence)
 
-    # Older keys that some query sees: [low, old). This program processes [first, high).
+    # Of the keys in the cache, some query sees [low, old). This program processes [first, high).
     old = tl.maximum(context - query_len, 0)
-    early = tl.maximum(query_len - context, 0)  # padding before the first token; no query sees it
+    early = tl.maximum(query_len - context, 0)  # padding queries before the first token
     low, begin = first_seen(old, FORM, CUT)
     keys = old - begin
     if CUT.splits > 1:
         parts, first, high = part_of(keys, split, alone, min_keys, UNIT, CUT)
         first += begin
         high += begin
-        # A program without work returns at once to make room for others. Part 0 waits for the
-        # predecessor, so the kernel still ends after it.
+        # A program without work returns at once to make room for others. Part 0 never returns here:
+        # it waits for the preceding kernel, so that this kernel cannot end before that one.
         if (split > 0) & ((split >= parts) | (query_len <= 0)):
             return
     else:
@@ -168,8 +171,8 @@ def rope_attention_kernel(
         first = begin
         high = old
 
-    # Data that is read before the wait does not depend on the preceding kernel: older keys,
-    # cosines, sines and slots.
+    # Until `after_predecessor`, load only data that the preceding kernel does not write: older keys
+    # and values, cosines, sines and slots.
     dim = tl.arange(0, BLOCK_D)
     half = tl.arange(0, BLOCK_HALF)
     half_live = half < FORM.dim // 2
@@ -200,7 +203,7 @@ def rope_attention_kernel(
     fresh_mask = fresh_live[:, None] & half_live[None, :]
     new_turn = load_turn(cos_ptr, sin_ptr, fresh_token, half, fresh_mask, rope_stride)
     slot = tl.load(slots_ptr + fresh_token, mask=fresh_live, other=0)
-    if not FORM.causal:  # rows do not see later padding either
+    if not FORM.causal:  # hide padding after the last token; its slots are in block 0
         fresh_live = fresh_live & (slot >= FORM.block_size)
     after_predecessor(DEPENDENT)
     if scales_ptr is not None:
@@ -230,12 +233,12 @@ def rope_attention_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # Always true without splits, but keep the branch: otherwise queries and new keys would be
-    # rotated in a matmul operand's layout, in which every warp holds all of them.
+    # Always true without splits, but keep the branch. Otherwise the compiler would rotate queries
+    # and new keys in a matmul operand's layout, in which every warp holds all of them.
     if num_fresh > 0:
         new_key = rotated(new_key, new_turn, key_norm_ptr, half, eps, FORM.dim)
         if scales_ptr is not None:
-            dtype: tl.constexpr = qkv_ptr.dtype.element_ty  # represents every e4m3 value
+            dtype: tl.constexpr = qkv_ptr.dtype.element_ty  # can represent every e4m3 value
             new_key = (
                 coded(new_key[0], key_scale).to(dtype),
                 coded(new_key[1], key_scale).to(dtype),
@@ -250,7 +253,7 @@ def rope_attention_kernel(
         row_sum = tl.sum(fresh_weights, axis=1)
     elif CUT.splits > 1:
         row_max, _, sums, acc = attend(row_max, acc, query, tile, scaling, FORM)
-    # Even a pipelined loop without iterations takes half a microsecond.
+    # Skip the loop if no tile is left: even without iterations a pipelined loop takes 0.5 us.
     if (CUT.splits == 1) | (first + BLOCK_N < high):
         before = row_max
         row_max, sums, acc = join_tiles(
@@ -274,7 +277,7 @@ def rope_attention_kernel(
             at_a_time = tl.where(few, CUT.few_rows, CUT.many_rows)
             mine = 0
             step = at_a_time
-            if INTERPRETED:  # programs run one by one, so the last combines all
+            if INTERPRETED:  # programs run one by one; the last combines all rows
                 if not last:
                     return
             else:
@@ -297,7 +300,7 @@ def rope_attention_kernel(
     tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-MAX_ROWS = 128  # maximum rows of a tile for heads of up to 256 bytes
+MAX_ROWS = 128  # maximum rows of a tile; heads of more than 256 bytes allow fewer
 
 
 def rope_attention_triton(
@@ -335,7 +338,8 @@ def rope_attention_triton(
     assert all(t is None or t.shape == (head_dim,) for t in (query_norm, key_norm))
     assert call.sinks is None or call.sinks.shape == (heads,)
     assert all(t.stride(-1) == 1 for t in (qkv, cos, sin, block_tables))
-    # Wider heads leave space for fewer rows.
+    # Use separate kernels if the queries do not fit into one tile. A tile has at most MAX_ROWS rows
+    # and 32 KiB, so it has fewer rows if heads are wide.
     if max_query_len * group > min(MAX_ROWS, 2**15 // (head_dim * qkv.element_size())):
         query = rope_kv(qkv, cos, sin, cache, slots, query_norm, key_norm, eps)
         where = query, cache, block_tables

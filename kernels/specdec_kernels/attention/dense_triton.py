@@ -1,8 +1,8 @@
 """Attention for a prompt chunk over contiguous keys and values, which TMA loads.
 
 A program processes one tile of queries for one key head; a row is a pair of a query token and a
-query head. Loads need no registers or address computations in the warps that multiply, so tiles can
-be larger than in `paged_triton`. The programs with the most keys start first.
+query head. With TMA, the warps that multiply neither compute addresses nor hold loaded data in
+registers, so tiles can be larger than in `paged_triton`. Programs with the most keys start first.
 """
 
 from typing import NamedTuple
@@ -25,14 +25,14 @@ class DenseTiles(NamedTuple):
     num_stages: int
 
 
-# Tiles by head dimension, measured on an H200 with the heads of an 8B model
-# (scripts/bench/chunks.py).
+# The fastest tiles on an H200, by head dimension, for the number of heads of an 8B model
+# (measured by scripts/bench/chunks.py).
 TILES = {64: DenseTiles(64, 64, 4, 2), 128: DenseTiles(128, 64, 8, 3)}
 
 
 @triton.jit
 def added(
-    softmax,  # maxima [M] in units of log2, sums [M], and weighted values [M, D] so far
+    softmax,  # so far: maxima [M] times log2(e), sums [M], and weighted values [M, D]
     query,  # [M, D]
     key,  # [N, D]
     value,  # [N, D]
@@ -40,7 +40,11 @@ def added(
     unit,
     MASKED: tl.constexpr,
 ):
-    """Add a tile of keys and values to the softmax. Every row must see a key of the first tile."""
+    """Add a tile of keys and values to the online softmax, and return its new state.
+
+    unit: the scale of the scores times log2(e). In the first tile, every row must see a key,
+    because a maximum of -inf would make the row NaN.
+    """
     row_max, row_sum, acc = softmax
     if INTERPRETED:
         key = key.to(tl.float32)
@@ -59,8 +63,8 @@ def added(
 @triton.jit(do_not_specialize=["num_queries", "context"])
 def dense_attention_kernel(
     query_ptr,  # [L, H, D]
-    key_desc,  # [C, Hkv D], tiles [BLOCK_N, D]
-    value_desc,  # [C, Hkv D], tiles [BLOCK_N, D]
+    key_desc,  # descriptor of [C, Hkv D] that loads tiles [BLOCK_N, D]
+    value_desc,  # descriptor of [C, Hkv D] that loads tiles [BLOCK_N, D]
     out_ptr,  # [L, H, D], out
     num_queries,
     context,

@@ -1,17 +1,23 @@
 """Ragged paged attention: one Triton kernel for prefill, decoding and scoring, and a combine step.
 
-A program processes one tile of queries for one key head; a row is a pair of a query token and a
-query head. It reads the context tile by tile through the block table with an online softmax
+A row is a pair of a query token and a query head. A program processes one tile of rows for one key
+head, and reads the context tile by tile through the block table with an online softmax
 (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention-2, 2307.08691). With few queries there are
 too few programs to fill a GPU, so the context is also split, and the partial results are combined
 (Flash-Decoding). The number of splits is chosen from shapes alone, because the lengths stay on the
 device.
 
-Tiles are numbered by sequence, and each sequence has as many as the longest may need; or, if that
-makes fewer tiles, by packed token. Then the tiles of sequence b begin at number query_start[b] //
-TILE + b, which leaves enough for every sequence. Programs start in the order of their numbers. A
-prompt's last tiles see the most keys, so those of all heads come first; otherwise the device would
-wait for a few slow programs at the end.
+A tile has TILE query tokens of one sequence. Since the host does not know the lengths, it launches
+enough tiles for any lengths, and those without queries return at once. There are two ways to number
+tiles, and the one with fewer tiles is used:
+
+- By sequence: each of the B sequences has as many tiles as `max_query_len` tokens need. Tile i
+  belongs to sequence i % B.
+- By packed token: the first tile of sequence b has the number query_start[b] // TILE + b. This
+  leaves enough numbers for all its tiles before those of sequence b + 1 begin.
+
+The GPU starts programs in the order of their ids. A prompt's last tiles see the most keys, so they
+get the lowest ids; otherwise the GPU would wait for a few slow programs at the end.
 """
 
 import torch
@@ -36,7 +42,7 @@ from specdec_kernels.launch_triton import INTERPRETED, launch_options, options_o
 
 @triton.jit
 def sequence_of(query_start_ptr, tile, num_sequences, TILE: tl.constexpr):
-    """Return the sequence to which a tile belongs, if tiles are numbered by packed token."""
+    """Return the sequence to which a tile belongs if tiles are numbered by packed token."""
     low = tile * 0
     high = low + num_sequences - 1
     while low < high:
@@ -50,18 +56,18 @@ def sequence_of(query_start_ptr, tile, num_sequences, TILE: tl.constexpr):
 
 @triton.jit
 def joined(
-    softmax,  # maxima [M] in units of log2, sums [M], and weighted values [M, BLOCK_DV] so far
+    softmax,  # so far: maxima [M] times log2(e), sums [M], and weighted values [M, BLOCK_DV]
     query,  # [M, BLOCK_DK]
-    cache,  # for a key head: pointers to keys and values, and the block table
+    cache,  # pointers to one key head's keys and values, and to the sequence's block table
     start,  # position of the first key
-    limits,  # end of the key positions, number of older keys, and positions of the queries [M]
-    slots_ptr,  # slots of the tokens after the older ones, or None
+    limits,  # (end of the keys to process, number of older keys, query positions [M])
+    slots_ptr,  # cache slots of the sequence's new tokens, or None
     scaling,
     FORM: tl.constexpr,
     TILES: tl.constexpr,
     MASKED: tl.constexpr,  # False if every query sees every key of the tile
 ):
-    """Add a tile of keys and values to the softmax."""
+    """Add a tile of keys and values to the online softmax, and return its new state."""
     row_max, row_sum, acc = softmax
     high, num_old, query_position = limits
     KEYS: tl.constexpr = FORM.kv_heads * FORM.dim
@@ -85,9 +91,9 @@ def joined(
             value_at, mask=stored[:, None] & (dim_v < FORM.value_dim)[None, :], other=0.0
         )
         value = value.to(query.dtype)
-        # Padding queries count as context, but their keys and values are written to the trash
-        # block, so the cache may hold NaN in their places. A weight of 0 times NaN would still be
-        # NaN in earlier queries' output.
+        # Padding queries count as context, but their keys and values go to the trash block. Hence
+        # the slots at their positions may hold NaN. Earlier queries give these positions a weight
+        # of 0, but 0 * NaN is NaN, so replace NaN by 0.
         value = tl.where((position < num_old)[:, None] | (value == value), value, 0.0)
     else:
         if FORM.dim == TILES.block_dk:
@@ -109,14 +115,14 @@ def joined(
         elif slots_ptr is not None:
             is_new = stored & (position >= num_old)
             slot = tl.load(slots_ptr + position - num_old, mask=is_new, other=FORM.block_size)
-            visible = visible & (slot >= FORM.block_size)[None, :]  # else padding
+            visible = visible & (slot >= FORM.block_size)[None, :]  # block 0: padding
         if FORM.window > 0:
             visible = visible & (position[None, :] > query_position[:, None] - FORM.window)
             if not FORM.causal:
                 visible = visible & (position[None, :] < query_position[:, None] + FORM.window)
         scores = tl.where(visible, scores, float("-inf"))
     new_max, keep, weights = weighed(row_max, scores, unit)
-    # Sum before the matmul: afterwards, wide tiles would spill more registers.
+    # Sum before the matmul: after it, the sum would make wide tiles spill more registers.
     row_sum = row_sum * keep + tl.sum(weights, axis=1)
     acc = weighted(weights, value, acc * keep[:, None])
     return new_max, row_sum, acc
@@ -136,7 +142,7 @@ def paged_attention_kernel(
     slots_ptr,  # [T] int64, or None
     sinks_ptr,  # [H], or None
     out_ptr,  # [T, H, DV], out; with SPLITS > 1 [T, H, SPLITS, DV] fp32
-    row_max_ptr,  # [T, H, SPLITS] fp32, out; only with SPLITS > 1, in units of log2
+    row_max_ptr,  # [T, H, SPLITS] fp32, out; only with SPLITS > 1; times log2(e)
     row_sum_ptr,  # [T, H, SPLITS] fp32, out; only with SPLITS > 1
     scale,
     softcap,
@@ -167,7 +173,7 @@ def paged_attention_kernel(
         sequence = (tile % num_sequences).to(tl.int64)
         tile_start = tile // num_sequences * TILE
     split = tl.program_id(2)
-    # Inside torch.compile a Python float reaches a kernel as fp64.
+    # Inside torch.compile a Python float reaches a kernel as fp64, so convert it.
     scale = tl.full([], scale, tl.float32)
     if scales_ptr is not None:
         scale *= tl.load(scales_ptr + kv_head)
@@ -178,8 +184,8 @@ def paged_attention_kernel(
     context = tl.load(context_lens_ptr + sequence)
     row = tl.arange(0, BLOCK_M)
     if SPLITS == 1:
-        # Tokens past the last sequence belong to no tile. Their output is zero, and the programs of
-        # a head write it, one tile each in turn.
+        # Tokens past the last sequence belong to no tile, but their output must be zero. The
+        # programs of a key head divide these tokens among themselves, TILE tokens at a time.
         padding = tl.load(query_start_ptr + num_sequences) + tl.program_id(1) * TILE
         for begin in range(padding, num_tokens, tl.num_programs(1) * TILE):
             past = (begin + row // GROUP).to(tl.int64)
@@ -209,7 +215,7 @@ def paged_attention_kernel(
     if INTERPRETED:
         query = query.to(tl.float32)
 
-    # Keys that some query of the tile sees: [low, high). Keys outside may be unwritten.
+    # Some query of the tile sees the keys [low, high). Slots of other keys may be uninitialised.
     first_position = context - query_len + tile_start
     low = 0
     if FORM.window > 0:
@@ -236,8 +242,8 @@ def paged_attention_kernel(
         tl.zeros([BLOCK_M], tl.float32),
         tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
     )
-    # Keys that every query of the tile sees need no mask: [low, whole). In fp32 a second loop gains
-    # nothing and takes long to compile.
+    # Every query of the tile sees the keys [low, whole), so a first loop processes them without a
+    # mask. In fp32 a separate loop would gain nothing and take long to compile.
     IN_TWO: tl.constexpr = FORM.window == 0 and query_ptr.dtype.element_ty.primitive_bitwidth == 16
     whole = low
     if IN_TWO:
@@ -258,7 +264,8 @@ def paged_attention_kernel(
         partial = out_row * SPLITS + split
         tl.store(row_max_ptr + partial, row_max, mask=row_live)
         tl.store(row_sum_ptr + partial, row_sum, mask=row_live)
-        # The combine step skips splits without keys, which are the majority in a short context.
+        # Store no values for splits without keys, which are the majority in a short context: the
+        # combine step does not read them.
         tl.store(
             out_ptr + (partial * DV)[:, None] + dim_v[None, :],
             acc,
@@ -276,7 +283,7 @@ def paged_attention_kernel(
 @triton.jit(do_not_specialize=["num_sequences"])
 def combine_splits_kernel(
     partial_ptr,  # [T, H, SPLITS, DV] fp32
-    row_max_ptr,  # [T, H, SPLITS] fp32, in units of log2
+    row_max_ptr,  # [T, H, SPLITS] fp32, times log2(e)
     row_sum_ptr,  # [T, H, SPLITS] fp32
     query_start_ptr,  # [B + 1] int32
     sinks_ptr,  # [H], or None
@@ -333,7 +340,8 @@ def paged_attention_triton(
 ) -> Tensor:
     """See `ops.paged_attention`.
 
-    splits: a power of two, overrides `paged_splits`. tiles: overrides `paged_tiles`.
+    splits: a power of two that overrides `paged_splits`, or None.
+    tiles: block_m and block_n, which override `paged_tiles`, or None.
     """
     num_tokens, num_heads, dk = query.shape
     _, block_size, kv_heads, dv = cache.values.shape
@@ -365,7 +373,8 @@ def paged_attention_triton(
     cut = PagedTiles(block_m, block_n, block_dk, block_dv, splits, packed, num_warps)
     form = form_of(call, num_heads, cache)
     device = query.device
-    # Rows past the last sequence are written too, if necessary by the combine step.
+    # `out` needs no zeros: tokens past the last sequence get theirs from the attention kernel, or
+    # with splits from the combine step.
     out = torch.empty((num_tokens, num_heads, dv), dtype=query.dtype, device=device)
     if splits > 1:
         partial = torch.empty((num_tokens, num_heads, splits, dv), device=device)

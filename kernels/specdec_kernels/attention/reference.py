@@ -1,15 +1,22 @@
-"""The public functions of attention: torch implementations, and the names of their kernels.
+"""The public functions of attention: torch implementations, and the names of their Triton kernels.
 
-Rotary embedding (Su et al., arXiv 2104.09864) has the layout of transformers' Llama: the halves of
-a head form the pairs that are rotated. Per-head norms are those of Qwen 3.
+Legend: T packed tokens, B sequences, H query heads, Hkv key heads, D features per head, NB blocks
+of BS slots each, MB block-table columns. Block 0 of a cache is the trash block: padding is written
+there. Arguments that several functions share:
 
-Block 0 of a cache is the trash block. Legend: T packed tokens, B sequences, H query heads, Hkv key
-heads, D features per head, NB blocks of BS slots each, MB block-table columns. The paged arguments
-are the layer's cache; block_tables [B, MB] int32; query_start [B + 1] int32, where each sequence
-begins among the tokens; context_lens [B] int32, the number of tokens in the cache, including this
-pass's; max_query_len, at least the longest sequence's number of queries; and slots [T] int64, as
-`slot_mapping` returns them. cos and sin are [T, D]. Norms of query and key, [D], are the weights of
-per-head RMS norms before the rotation, with their eps.
+- cache: The layer's cache.
+- slots: [T] int64, the cache slot of every token, as `slot_mapping` returns it.
+- block_tables: [B, MB] int32.
+- query_start: [B + 1] int32, where each sequence begins among the packed tokens.
+- context_lens: [B] int32, each sequence's number of tokens in the cache, including those of this
+  pass.
+- max_query_len: The number of queries in the longest sequence, or more.
+- cos, sin: [T, D]. The rotary embedding (Su et al., arXiv 2104.09864) has the layout of
+  transformers' Llama: it rotates pairs of a feature in the first half of a head and the same
+  feature in the second half.
+- query_norm, key_norm: [D], the weights of RMS norms that are applied to every head before the
+  rotation, as in Qwen 3. None for no norm.
+- eps: The epsilon of the RMS norms.
 """
 
 from typing import NamedTuple, Self
@@ -23,7 +30,7 @@ from specdec_kernels.attention.cpu import gather_attention, gather_plan
 from specdec_kernels.dispatch import kernel
 from specdec_kernels.linear.reference import rms_norm_reference
 
-MANY = 64  # shorter runs of slots are not worth detecting
+MANY = 64  # fewer slots are always written by index
 
 
 @kernel("specdec_kernels.attention.cache_triton:slot_mapping_triton")
@@ -50,7 +57,7 @@ def slot_mapping(
 def write_kv(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """Store each token's key [T, Hkv, Dk] and value [T, Hkv, Dv] at its slot, in place.
 
-    Only trash slots may occur twice; it is undefined which of their tokens remains.
+    Only trash slots may occur more than once; it is undefined which of their tokens is kept.
     """
     first = _first_of_run(slots)
     for side, heads in zip(cache.sides, (key, value), strict=True):
@@ -64,8 +71,9 @@ def write_kv(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> No
 
 
 def _first_of_run(slots: Tensor) -> int | None:
-    """The first of many consecutive slots, or None if they are not consecutive. A CPU copies
-    consecutive slots five times as fast."""
+    """Return the first slot if all slots are consecutive, otherwise None. On a CPU, copying to one
+    slice is five times as fast as copying by index. Also return None on a GPU, or for fewer than
+    MANY slots."""
     if slots.is_cuda or len(slots) < MANY:
         return None
     numbers = slots.numpy()
@@ -84,15 +92,18 @@ def paged_attention(
     call: AttentionCall,
     slots: Tensor | None = None,
 ) -> Tensor:
-    """Attention of ragged queries over a paged KV cache, with grouped query heads.
+    """Compute attention of ragged queries over a paged KV cache, with grouped query heads.
 
     Sequence b's queries are its last `query_start[b + 1] - query_start[b]` context positions, and
-    their own keys are already in the cache. fp32, fp16 or bf16, accumulated in fp32.
+    their own keys are already in the cache. Query head h reads key head h // (H // Hkv). Inputs are
+    fp32, fp16 or bf16; sums are accumulated in fp32.
 
-    query: [T, H, Dk]; tokens at or past `query_start[B]` give zeros. Head h reads key head h // (H
-    // Hkv). slots: the cache slots of the queries' keys. Slots in block 0 belong to padding at the
-    beginning or the end of a sequence's queries. Rows that are not causal do not see this padding;
-    causal rows do not need the slots. Returns [T, H, Dv], contiguous.
+    query: [T, H, Dk]. The output of tokens at or past `query_start[B]` is zero.
+    slots: the cache slots of the queries' keys. A slot in block 0 marks padding at the beginning or
+    the end of a sequence's queries, which non-causal queries must not see. Causal attention does
+    not need the slots, so they may be None.
+
+    Returns [T, H, Dv], contiguous.
     """
     plan = gather_plan(block_tables, query_start, context_lens, cache.keys.shape[1], slots)
     return gather_attention(query, cache, plan, call)
@@ -108,12 +119,12 @@ class Rotation(NamedTuple):
 
     @classmethod
     def of(cls, cos: Tensor, sin: Tensor) -> Self:
-        """The rotation by cos and sin, [T, D] each."""
+        """Build the rotation from cosines and sines, [T, D] each."""
         first, second = sin.chunk(2, dim=1)
         return cls(cos[:, None], torch.cat((-first, second), dim=1)[:, None])
 
     def rotate(self, x: Tensor) -> Tensor:
-        """The rotated x [T, H, D], as a new tensor."""
+        """Rotate the heads x [T, H, D], and return them as a new tensor."""
         return (x * self.cos).addcmul_(x.roll(x.shape[2] // 2, 2), self.sin)
 
 
@@ -126,7 +137,10 @@ def split_heads_reference(
     key_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query [T, H, D] and key [T, Hkv, D], both normed and rotated, and value [T, Hkv, D]."""
+    """Split the projection's output into heads, and apply norms and rotation to queries and keys.
+
+    qkv: [T, (H + 2 Hkv) D]. Returns query [T, H, D], key [T, Hkv, D] and value [T, Hkv, D].
+    """
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * kv_heads
     if query_norm is None and key_norm is None:
@@ -150,9 +164,9 @@ def write_kv_turned(
     key_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> None:
-    """Store rotated keys and values of tokens that have no queries, in place.
+    """Apply norm and rotation to keys of tokens without queries; store keys and values in place.
 
-    kv: [T, 2 Hkv D], rows contiguous: key and value heads of every token.
+    kv: [T, 2 Hkv D], rows contiguous: for every token its key heads, then its value heads.
     """
     _, _, kv_heads, head_dim = cache.keys.shape
     _, key, value = split_heads_reference(
@@ -180,16 +194,19 @@ def rope_attention(
 ) -> Tensor:
     """Apply rotary embedding, store the new keys and values, and compute `paged_attention`.
 
-    New tokens' keys and values are rounded as the cache holds them. On CUDA all inputs except `qkv`
-    must be complete before the kernel that writes `qkv` starts, since they are read while that
-    kernel runs.
+    Attention uses the new keys and values rounded to the precision of the cache. On CUDA all inputs
+    except `qkv` must be complete before the kernel that writes `qkv` starts, since they are read
+    while that kernel runs.
 
-    qkv: [T, (H + 2 Hkv) D], rows contiguous: query, key and value heads of every token. Tokens at
-    or past `query_start[B]` give zeros. slots: those of each sequence's last positions, or slots in
-    block 0, whose contents are then undefined. If a sequence has more queries than context tokens,
-    the first queries are padding in block 0. chunks: the pass's long chunks. On CUDA another kernel
-    processes them if that is faster, with the same result within rounding. Returns [T, H * D],
-    contiguous.
+    qkv: [T, (H + 2 Hkv) D], rows contiguous: the query, key and value heads of every token. The
+    output of tokens at or past `query_start[B]` is zero.
+    slots: the cache slots of each sequence's last positions. Padding has slots in block 0, whose
+    contents are undefined afterwards. If a sequence has more queries than context tokens, its first
+    queries are such padding.
+    chunks: the pass's long chunks, or None. On CUDA another kernel processes them if that is
+    faster; results differ only by rounding.
+
+    Returns [T, H * D], contiguous.
     """
     _, block_size, kv_heads, head_dim = cache.keys.shape
     query, key, value = split_heads_reference(
@@ -204,9 +221,12 @@ def rope_attention(
 def gather_kv(
     cache: LayerCache, table: Tensor, context: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of a sequence's positions, each [C, Hkv, D] in `dtype`, contiguous.
+    """Copy a sequence's keys and values out of the cache, in the order of their positions.
 
-    table: [MB] int32, the sequence's blocks. context: C, tokens of the sequence in the cache.
+    table: [MB] int32, the sequence's blocks.
+    context: C, the number of the sequence's tokens in the cache.
+
+    Returns keys and values, each [C, Hkv, D] in `dtype`, contiguous.
     """
     block_size = cache.keys.shape[1]
     position = torch.arange(context, device=table.device)
@@ -217,10 +237,14 @@ def gather_kv(
 
 @kernel("specdec_kernels.attention.dense_triton:dense_attention_triton")
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor) -> None:
-    """Write the causal attention of the last L of C positions to `out` [L, H, D].
+    """Compute causal attention for the last L of a sequence's C positions, and write it to `out`.
 
-    query: [L, H, D]. Heads and features of query and out are contiguous. CUDA needs 16-bit values,
-    a power of 2 as D, and Hopper or later. key, value: [C, Hkv, D], contiguous. scale: positive.
+    query: [L, H, D], heads and features contiguous.
+    key, value: [C, Hkv, D], contiguous.
+    scale: the factor of the scores, positive.
+    out: [L, H, D], heads and features contiguous.
+
+    On CUDA this needs 16-bit values, a D that is a power of 2, and a Hopper GPU or later.
     """
     group, older = query.shape[1] // key.shape[1], key.shape[0] - query.shape[0]
     q, k, v = (x.float().transpose(0, 1) for x in (query, key, value))

@@ -1,8 +1,9 @@
-"""Processes the projection's heads: per-head norms, rotary embedding, and storing in the cache.
+"""Per-head norms, rotary embedding and cache writes for the heads that the projection computes.
 
 Rotary embedding combines the first half of a head with the second (RoFormer, arXiv 2104.09864, in
-transformers' layout), so heads are loaded and passed on as halves. `rope_kv` is a separate kernel
-for more queries than fit into a tile of `decode_triton`.
+transformers' layout), so functions take and return a head as its two halves. The kernel in
+`decode_triton` calls these functions. If there are more queries than fit into its tile, `rope_kv`
+launches a separate kernel before attention.
 """
 
 import torch
@@ -17,7 +18,7 @@ from specdec_kernels.launch_triton import after_predecessor, dependence
 
 @triton.jit
 def normed(first, second, norm_ptr, half, eps, D: tl.constexpr):
-    """Apply an RMS norm to fp32 rows [R, D], given as halves."""
+    """Apply an RMS norm to fp32 rows [R, D]; rows are passed and returned as two halves."""
     live = half < D // 2
     norm_first = tl.load(norm_ptr + half, mask=live, other=0.0).to(tl.float32)
     norm_second = tl.load(norm_ptr + D // 2 + half, mask=live, other=0.0).to(tl.float32)
@@ -28,8 +29,10 @@ def normed(first, second, norm_ptr, half, eps, D: tl.constexpr):
 
 @triton.jit
 def rotated(head, turn, norm_ptr, half, eps, D: tl.constexpr):
-    """Norm heads [R, D], given as halves (unless `norm_ptr` is None), and rotate them in fp32.
-    turn: the cosines and sines.
+    """Apply an RMS norm to heads [R, D] unless `norm_ptr` is None, then rotate them, in fp32.
+
+    head: the two halves of every head. turn: the cosines and sines, from `load_turn`. Returns the
+    two halves, in the dtype of `head`.
     """
     first, second = head
     cos, sin = turn
@@ -45,8 +48,8 @@ def rotated(head, turn, norm_ptr, half, eps, D: tl.constexpr):
 
 @triton.jit
 def load_turn(cos_ptr, sin_ptr, token, half, mask, rope_stride):
-    """Load the cosines and sines [R, D / 2] of tokens [R]. These must be complete before the
-    preceding kernel starts."""
+    """Load the cosines and sines [R, D / 2] of tokens [R]. A kernel may do so while its predecessor
+    still runs, so cosines and sines must be complete before the predecessor starts."""
     at = token[:, None] * rope_stride + half[None, :]
     cos = tl.load(cos_ptr + at, mask=mask, other=0.0)
     sin = tl.load(sin_ptr + at, mask=mask, other=0.0)
@@ -99,8 +102,8 @@ def store_heads(
 @triton.jit
 def rope_kv_kernel(
     qkv_ptr,  # [T, (H + 2 Hkv) D]
-    cos_ptr,  # [T, D] with equal halves
-    sin_ptr,  # [T, D], likewise
+    cos_ptr,  # [T, D]; both halves of a row are equal
+    sin_ptr,  # [T, D]; both halves of a row are equal
     query_norm_ptr,  # [D], or None
     key_norm_ptr,  # [D], or None
     query_ptr,  # [T, H, D], out
@@ -134,7 +137,8 @@ def rope_kv_kernel(
     dtype = first.dtype
     first = first.to(tl.float32)
     second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
-    # Heads without norm or rotation get cosines of 1 and sines of 0.
+    # Norms apply to query and key heads only. Value heads are not rotated either, so they get a
+    # cosine of 1 and a sine of 0 below.
     if query_norm_ptr is not None:
         one, two = normed(first, second, query_norm_ptr, half, eps, D)
         first = tl.where(is_query[:, None], one, first)
@@ -177,7 +181,8 @@ def rope_kv(
     key_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Store every token's rotated key and its value. Returns the rotated query [T, H, D]."""
+    """Apply norms and rotation to queries and keys, store keys and values in the cache, and return
+    the queries [T, H, D]."""
     num_tokens, width = qkv.shape
     kv_heads, head_dim = cache.keys.shape[2:]
     assert cache.is_sound

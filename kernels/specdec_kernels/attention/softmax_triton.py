@@ -1,9 +1,10 @@
 """Tiles of keys and values, and an online softmax over them.
 
-Online softmax: Milakov and Gimelshein, arXiv 1805.02867. Maxima are in units of log2. A tile has
-keys as halves [D / 2, N], values [N, D], and a mask [M, N] of the keys that each query sees. Keys
-and values have the cache's dtype: that of the queries, or fp8. `scaling` is the positive factor of
-the scores and their softcap.
+Online softmax: Milakov and Gimelshein, arXiv 1805.02867. Weights are computed by exp2, so maxima
+are those of the scaled scores times log2(e). A tile is a tuple of keys, as two halves [D / 2, N],
+values [N, D], and a mask [M, N] that is True where a query sees a key. Keys and values have the
+cache's dtype: that of the queries, or fp8. `scaling` is a tuple of the positive factor of the
+scores and the softcap.
 """
 
 import triton
@@ -16,17 +17,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def attend(
-    row_max,  # [M], in units of log2
-    acc,  # [M, D]
-    query,  # halves [M, D / 2]
+    row_max,  # [M], maxima of the scaled scores so far, times log2(e)
+    acc,  # [M, D], weighted values so far
+    query,  # two halves [M, D / 2]
     tile,
     scaling,
     FORM: tl.constexpr,
 ):
-    """Add one tile of keys to the softmax.
+    """Add one tile of keys and values to the online softmax.
 
-    Returns the new maxima, the factor [M] for the earlier sums, the tile's weights [M, N], which
-    the caller must still sum, and the new `acc`.
+    Returns the new maxima; the factor [M] by which the caller must multiply its earlier sums; the
+    tile's weights [M, N], which the caller must add to the sums; and the new `acc`.
     """
     key, value, visible = tile
     value = value.to(query[0].dtype)
@@ -38,8 +39,9 @@ def attend(
 
 @triton.jit
 def weighed(row_max, scores, unit):
-    """Return the new maxima, the factor for earlier sums, and weights [M, N] of an online softmax
-    step."""
+    """Compute one step of an online softmax over scores [M, N]. Returns the new maxima [M], the
+    factor [M] by which earlier sums must be multiplied, and the weights [M, N]. unit: see
+    `scored`."""
     new_max = tl.maximum(row_max, tl.max(scores, axis=1) * unit)
     base = finite(new_max)
     weights = tl.exp2(scores * unit - base[:, None])
@@ -72,8 +74,8 @@ def attend_both(query, tile, fresh_tile, scaling, FORM: tl.constexpr):
 
 @triton.jit
 def scored(query, key, visible, scaling, FORM: tl.constexpr):
-    """Return scores [M, N], -inf where not visible, and the factor that makes them base-2
-    exponents."""
+    """Compute scores [M, N], with -inf where a query does not see the key. Also return `unit`:
+    scores times this factor are the exponents for exp2."""
     query_first, query_second = query
     key_first, key_second = key
     if INTERPRETED:
@@ -89,7 +91,8 @@ def scored(query, key, visible, scaling, FORM: tl.constexpr):
 
 @triton.jit
 def capped(scores, scaling, FORM: tl.constexpr):
-    """Return the scores after the softcap, if there is one, and the same factor as `scored`."""
+    """Apply the softcap, if the layer has one. Returns the scores and the factor by which to
+    multiply them before exp2."""
     scale, softcap = scaling
     if FORM.has_softcap:
         # tanh(x) = 2 sigmoid(2x) - 1, which neither overflows nor needs libdevice.
@@ -108,15 +111,18 @@ def weighted(weights, value, acc):
 
 @triton.jit
 def finite(row_max):
-    """Replace the maxima of rows that see no key by 0: they are -inf, and inf - inf would be
-    NaN."""
+    """Replace maxima of -inf by 0. A row that sees no key has such a maximum, and subtracting it
+    from scores of -inf would give NaN."""
     return tl.where(row_max == float("-inf"), 0.0, row_max)
 
 
 @triton.jit
 def weighted_mean(row_max, row_sum, acc, sinks_ptr, head, live):
-    """Return the weighted mean of the values [M, D]; zeros for a row that sees no key. sinks_ptr:
-    the sinks of all heads, or None. A sink is a key without a value. head: [M].
+    """Finish a softmax: return the weighted mean of the values, [M, D], or zeros for a row that
+    sees no key.
+
+    sinks_ptr: the sinks of all heads, or None. A sink adds to the sum of weights but has no value.
+    head: [M], the query head of every row. live: [M], False for rows that are padding.
     """
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * LOG2E
@@ -129,9 +135,10 @@ def weighted_mean(row_max, row_sum, acc, sinks_ptr, head, live):
 
 @triton.jit
 def first_seen(old, FORM: tl.constexpr, CUT: tl.constexpr):
-    """Return the first of `old` older keys that some query sees, and the start of the first tile.
+    """Among `old` older keys, find the first that some query sees. Return its position, and the
+    start of the first tile.
 
-    Tiles of whole blocks start at a block boundary.
+    The start is rounded down to a block boundary if a tile consists of whole blocks.
     """
     low = 0
     if FORM.window > 0:
@@ -144,15 +151,15 @@ def first_seen(old, FORM: tl.constexpr, CUT: tl.constexpr):
 
 @triton.jit
 def cached_tile(
-    cache,  # of a key head: pointers to keys and values, and the block table
+    cache,  # pointers to one key head's keys and values, and to the sequence's block table
     start,
-    seen,  # (low, high, query positions [M]): some query sees low to high - 1
+    seen,  # (low, high, query positions [M]); some query sees the keys [low, high)
     FORM: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """Load the tile of keys and values from position `start` on.
+    """Load the tile of cached keys and values that begins at position `start`.
 
-    Without a window the mask is [1, N]: all queries see the positions in [low, high).
+    Without a window the mask is [1, N], since all queries see all older keys.
     """
     ROW: tl.constexpr = FORM.kv_heads * FORM.dim
     key_ptr, value_ptr, table = cache
@@ -173,8 +180,9 @@ def cached_tile(
         column = position // FORM.block_size
         inside = position % FORM.block_size
     block = tl.load(table + column, mask=stored, other=0).to(tl.int64)
-    # Load keys as columns of the matmul operand. Transposing rows later would go through shared
-    # memory in eight pieces, with barriers between them, before the wait for the predecessor.
+    # Load keys as columns, as the matmul needs them. Transposing rows after the load would go
+    # through shared memory in eight pieces with barriers between them, even before
+    # `after_predecessor`.
     key_at = key_ptr + (inside * ROW)[None, :] + half[:, None]
     key_at += (block * (FORM.block_size * ROW))[None, :]
     # Loads past the last key read a valid address (block 0), and their values are ignored.
@@ -192,10 +200,11 @@ def cached_tile(
 
 @triton.jit
 def new_tile(key, value, fresh, fresh_live, token, early, FORM: tl.constexpr):
-    """Make the tile of new keys, which are given as rows of halves [N, D / 2], and values.
+    """Make a tile from the new tokens' keys, two halves [N, D / 2], and values [N, D].
 
-    A query of `token` [M] sees the new tokens within its window, and up to itself if it is causal,
-    except the first `early`.
+    fresh: [N], the index of each new token in its sequence's queries. fresh_live: [N], False for
+    tokens that no query sees. token: [M], the index of each row's query token. No query sees the
+    first `early` tokens, which are padding. The window and causality hide further keys.
     """
     seen = fresh_live[None, :]
     if FORM.causal:
@@ -211,7 +220,7 @@ def new_tile(key, value, fresh, fresh_live, token, early, FORM: tl.constexpr):
 
 @triton.jit
 def join_tiles(
-    state,  # maxima [M], weights [M, N], weighted values [M, D]
+    state,  # maxima [M], weights [M, N] to be summed over N, and weighted values [M, D]
     query,
     cache,
     begin,
@@ -220,9 +229,10 @@ def join_tiles(
     FORM: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """Add the cached keys from `begin` on to the softmax.
+    """Add all cached keys and values from position `begin` on to the online softmax.
 
-    Weights are summed over threads only at the end, because that needs shuffles and barriers.
+    The loop adds up whole tiles of weights. The caller sums the result over its N columns, because
+    this needs shuffles and barriers, which would be slow in the loop.
     """
     row_max, sums, acc = state
     for start in range(begin, seen[1], CUT.block_n):

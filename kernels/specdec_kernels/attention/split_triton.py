@@ -1,7 +1,7 @@
-"""A softmax over a context split into parts, one program per part, and the combination of the
-parts.
+"""Functions that split a context into parts, one program per part, and combine the partial results.
 
-Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023). Maxima are in units of log2.
+This is Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023). Maxima are those of the scaled scores
+times log2(e), as in `softmax_triton`.
 """
 
 import triton
@@ -15,12 +15,14 @@ NOTHING = tl.constexpr(-(0x800000 << 32))  # `packed_stats` for a maximum of -in
 
 @triton.jit
 def part_of(keys, part, alone, min_keys, UNIT: tl.constexpr, CUT: tl.constexpr):
-    """Return the number of parts for `keys` older keys, at most SPLITS, and one part's begin and
-    end.
+    """Divide `keys` older keys into at most CUT.splits parts. Return the number of parts, and the
+    begin and end of part `part`, counted from the first of these keys.
 
-    Each part has an equal share of at least `min_keys`. Part 0 also has the new keys, which arrive
-    later and need more work. So it has `min_keys` fewer older keys, unless another part would then
-    need one more tile of BLOCK_N. Up to `alone` keys all belong to part 0.
+    The parts have equal shares of at least `min_keys` keys, except that the last may be shorter,
+    and part 0 may be. Part 0 also processes the new keys, which arrive later and need more work, so
+    its share is smaller by `min_keys`. But it is full-sized if the shares of the other parts would
+    otherwise grow by another tile of CUT.block_n keys. If there are at most `alone` keys, part 0
+    takes all of them.
     """
     least = tl.cdiv(min_keys, UNIT) * UNIT
     share = tl.cdiv(tl.maximum(tl.cdiv(keys, CUT.splits), least), UNIT) * UNIT
@@ -66,12 +68,14 @@ def few_parts(
     partial_ptr,  # [parts, M, BLOCK_D] fp32
     stats_ptr,  # [parts, M] int64: `packed_stats`
     parts,
-    row,  # [R], below M
+    row,  # [R], indices of rows
     CUT: tl.constexpr,
 ):
     """Combine the parts of a softmax. Returns maxima [R], sums [R] and weighted values [R,
-    BLOCK_D]. Every thread iterates over all parts. The loads are independent, so all are in flight
-    together, and threads exchange nothing.
+    BLOCK_D].
+
+    Every thread iterates over all parts. The loads are independent, so all are in flight together,
+    and threads exchange nothing.
     """
     PARTS: tl.constexpr = CUT.few_parts
     dim = tl.arange(0, CUT.block_d)
@@ -99,8 +103,9 @@ def few_parts(
 
 @triton.jit
 def many_parts(partial_ptr, stats_ptr, parts, row, CUT: tl.constexpr):
-    """Like `few_parts`, for many parts, whose unrolled loop would take long to compile: threads
-    process BESIDE parts at a time."""
+    """Do the same as `few_parts`, but for many parts. An unrolled loop over all of them would take
+    long to compile, so each iteration processes BESIDE parts, and the results are summed at the
+    end."""
     PARTS: tl.constexpr = CUT.splits
     beside = tl.arange(0, BESIDE)
     dim = tl.arange(0, CUT.block_d)
@@ -131,13 +136,17 @@ def many_parts(partial_ptr, stats_ptr, parts, row, CUT: tl.constexpr):
 @triton.jit
 def combine_rows(
     memory,  # partial_ptr, stats_ptr, sinks_ptr (or None), and out_ptr of this key head's first row
-    span,  # first row, rows, step, number of parts, first query head
+    span,  # (first row, end of rows, step, number of parts, first query head of the key head)
     FORM: tl.constexpr,
     CUT: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """Combine the parts of some rows from `first` on, then from `first + step` on, and so on, and
-    store the results. FEW: whether there are few parts.
+    """Combine the parts of some rows, and store the results.
+
+    Each iteration processes a group of consecutive rows. Groups begin at `first`, `first + step`
+    and so on, since other programs process the rows between.
+
+    FEW: whether there are at most CUT.few_parts parts.
     """
     HEADS: tl.constexpr = FORM.kv_heads * FORM.group
     partial_ptr, stats_ptr, sinks_ptr, out_ptr = memory

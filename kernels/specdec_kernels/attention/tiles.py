@@ -1,4 +1,4 @@
-"""Launch configurations of attention, chosen from shapes and measured on an H200."""
+"""Launch configurations of attention: functions of the shapes, tuned on an H200."""
 
 import math
 from typing import NamedTuple
@@ -16,33 +16,33 @@ from specdec_kernels.tiles import Case, first_fit, table_for
 MAX_SPLITS = 33
 MAX_PAGED_SPLITS = 32
 FEW_SPLITS = 9
-MIN_KEYS = 128  # minimum keys in a part; new keys count as this many older ones
-COMBINED = 64  # values combined per thread at a time
-ALONE = 128  # up to this many older keys form one part with the new keys, so nothing is combined
+MIN_KEYS = 128  # minimum keys in a part; the new keys cost about as much as this many older keys
+COMBINED = 64  # partial values that a thread holds at a time when it combines parts
+ALONE = 128  # up to this many older keys all belong to part 0, so that nothing is combined
 SCRATCH = 8192  # bytes of shared memory for exchanges between warps
-SHORT_CONTEXT = 2048  # up to this length fewer parts with more registers each are faster
+SHORT_CONTEXT = 2048  # up to this length, fewer programs with more registers each are faster
 
 
 class Cut(NamedTuple):
     """Launch configuration of `decode_triton.rope_attention_kernel`."""
 
     splits: int  # maximum parts of the context
-    few_parts: int  # up to this many parts, rows are combined `few_rows` at a time
-    few_rows: int
-    many_rows: int
+    few_parts: int  # up to this many parts, the function `few_parts` combines them
+    few_rows: int  # rows that a program combines at a time with up to `few_parts` parts
+    many_rows: int  # rows that a program combines at a time with more parts
     block_m: int  # rows of a tile: query tokens times query heads per key head
-    block_new: int  # new keys
-    block_n: int  # older keys per step
+    block_new: int  # size of the tile of new keys
+    block_n: int  # size of a tile of older keys
     block_d: int  # head dimension, padded
     num_warps: int
     num_stages: int
-    maxnreg: int | None  # registers per thread
+    maxnreg: int | None  # maximum registers per thread, or None for no limit
 
 
-# Pipeline stages of programs with a whole context, by maximum bytes of a padded head, rows of a
-# tile, and programs per multiprocessor. A program alone on a multiprocessor, or with small heads,
-# must load further ahead. Fewer than 7 stages would leave room for a third program where two are
-# intended.
+# Pipeline stages of programs if contexts are not split. A case applies up to these three limits:
+# bytes of a padded head, rows of a tile, and programs per multiprocessor. A program that is alone
+# on a multiprocessor, or has small heads, must load further ahead. The first case has 7 stages,
+# because with fewer a third program would fit on a multiprocessor, which is meant for two.
 H200 = (
     Case(7, (128, 16, math.inf)),
     Case(5, (128, 32, math.inf)),
@@ -50,18 +50,21 @@ H200 = (
     Case(2, (256, 16, math.inf)),
 )
 DEPTHS = {(9, 0): H200}  # by compute capability
-SHALLOW = 3  # pipeline stages of programs that no case fits
+SHALLOW = 3  # pipeline stages if no case applies, or if contexts are split
 
 
 def depth_of(device: tuple[int, int], head_bytes: int, block_m: int, crowding: float) -> int:
-    """The pipeline stages in the table of `device`."""
+    """Return the number of pipeline stages from the table for `device`, or SHALLOW."""
     return first_fit(table_for(DEPTHS, device), (head_bytes, block_m, crowding)) or SHALLOW
 
 
 def num_splits(programs: int, max_context: int, at_once: int) -> int:
-    """Return the maximum number of parts of a context. The parts of all `programs` must be at most
-    `at_once`, since they wait for each other. One part has the new keys; two parts save less than
-    combining them costs."""
+    """Return the maximum number of parts of a context.
+
+    Programs for the parts of a context wait for each other, so all of them must run together. Hence
+    `programs` times the number of parts may be at most `at_once`. If fewer than 3 parts fit, return
+    1: one of two parts has the new keys, and splitting would save less than combining costs.
+    """
     fitting = at_once // programs
     if fitting < 3:
         return 1
@@ -80,7 +83,7 @@ def choose_cut(
     block_n: int | None = None,
     gpu: Gpu = H100,
 ) -> Cut:
-    """Launch configuration of attention over block tables for `max_context` tokens."""
+    """Choose the launch configuration if block tables have space for `max_context` tokens."""
     device, multiprocessors, room = gpu
     block_m = max(16, power_of_2_from(max_query_len * group))
     block_d = max(32, power_of_2_from(head_dim))
@@ -89,7 +92,7 @@ def choose_cut(
     while block_n > 16 and stages_within(room, block_m, block_n, block_d, itemsize) < 3:
         block_n //= 2
     num_warps = 8 if block_m * max(block_d, block_n) > 64 * 128 else 4
-    # Programs that fit on a multiprocessor, by their registers and shared memory.
+    # The number of programs for which a multiprocessor has enough registers and shared memory.
     each = 2 if block_m <= 32 else 1
     crowded = (
         block_d * itemsize <= 128
@@ -120,17 +123,20 @@ def choose_cut(
 
 
 def stages_within(room: int, block_m: int, block_n: int, block_d: int, itemsize: int) -> int:
-    """Return the number of pipeline stages over tiles of keys that fit into `room` bytes of shared
-    memory beside queries, weights and, in fp32, one more tile. Fewer than 3 have no room for keys
-    and values."""
+    """Return the number of pipeline stages that fit into `room` bytes of shared memory.
+
+    The memory also holds queries, weights, SCRATCH and, in fp32, one more tile. Each stage but one
+    needs a tile of keys or values, so with fewer than 3 stages there is no space for both.
+    """
     tile = block_n * block_d * itemsize
     others = block_m * (block_d + block_n) * itemsize + (tile if itemsize == 4 else 0) + SCRATCH
     return max(0, room - others) // tile + 1
 
 
 def rows_combined(parts: int, block_m: int, block_d: int, num_warps: int) -> int:
-    """Return the number of rows whose `parts` parts fit into a program's registers. Programs share
-    BLOCK_M rows."""
+    """Return the number of rows that a program combines at a time, so that their `parts` partial
+    results fit into its registers. At most a quarter of a tile's rows, because several programs
+    divide these among themselves."""
     fitting = COMBINED * 32 * num_warps // (parts * block_d)
     return min(block_m // 4, power_of_2_to(fitting))
 
@@ -151,10 +157,14 @@ class PagedTiles(NamedTuple):
 def paged_tiles(
     max_query_len: int, group: int, head_bytes: int, room: int = SHARED_MEMORY
 ) -> tuple[int, int]:
-    """Return the rows and keys of a tile of `paged_attention`. Shared memory of `room` bytes holds
-    a tile of queries, of at most 32 KiB unless one group is larger, and two tiles each of keys and
-    values. max_query_len: that of the longest sequence. group: query heads of a key head.
-    head_bytes: bytes of a padded head.
+    """Choose the number of rows and the number of keys of a tile for `paged_attention`.
+
+    A tile of queries and two tiles each of keys and values must fit into `room` bytes of shared
+    memory. The tile of queries has at most 32 KiB, unless the heads of one query token need more.
+
+    max_query_len: the number of queries in the longest sequence.
+    group: the number of query heads per key head.
+    head_bytes: the size of a padded head.
     """
     rows = power_of_2_from(max_query_len * group)
     block_m = max(16, min(rows, 128, 2**15 // head_bytes), power_of_2_from(group))
@@ -165,7 +175,7 @@ def paged_tiles(
 
 
 def paged_splits(programs: int, max_context: int, block_n: int) -> int:
-    """The number of parts of a context. It is a power of two, so that few variants are compiled.
-    Two programs per multiprocessor are enough."""
+    """Return the number of parts of a context. It is a power of two, so that few variants are
+    compiled, and is chosen for at most two programs per multiprocessor, which is enough."""
     wanted = min(2 * MULTIPROCESSORS // programs, -(-max_context // block_n), MAX_PAGED_SPLITS)
     return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
