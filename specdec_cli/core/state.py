@@ -1,6 +1,6 @@
 """A batch on the device: a slot for each sequence, with all state that a round reads and updates.
 
-The host's view is at most one round late. Legend: B slots, MB block-table columns.
+The host reads results with a delay of at most one round. Legend: B slots, MB block-table columns.
 """
 
 from dataclasses import dataclass, field
@@ -11,13 +11,15 @@ from specdec_kernels import ops
 
 from specdec_cli.core.types import Sequence
 
-_FIELDS = 6  # int64 fields of each slot besides its tail
+_FIELDS = 6  # number of int64 fields per slot, not counting `tail`
 
 
 def slot_counts(batch_size: int) -> list[int]:
-    """Return the batch sizes for which rounds are captured, each a quarter of the next. Few
-    sequences are left at the end of a run, so small sizes pay off. More sizes would take long to
-    compile."""
+    """Return the batch sizes for which rounds are captured, each a quarter of the next.
+
+    Small sizes are included because few sequences are left at the end of a run, and a round over a
+    small batch is faster. There are no more sizes than these because each takes time to compile.
+    """
     counts = [batch_size]
     while counts[0] > 1:
         counts.insert(0, -(-counts[0] // 4))
@@ -30,9 +32,9 @@ class Texts:
     penalties. Rounds append to them. The tensors are never reallocated, so CUDA graphs can use
     them.
 
-    tokens: int32 [R, L]. Entries after a sequence's tokens are meaningless. seen: bool [R, V + 1],
-    the ids that each text contains; the last column is meaningless. None while no run has a
-    penalty.
+    tokens: int32 [R, L], one sequence per row. Entries after a sequence's tokens are meaningless.
+    seen: bool [R, V + 1]; True for each token id that the row's sequence contains. The last column
+        is a dummy that ids to be ignored are written to. None until a run has a repetition penalty.
     """
 
     tokens: torch.Tensor
@@ -44,8 +46,8 @@ class Texts:
         return cls(torch.zeros(num_rows, num_tokens, dtype=torch.int32, device=device))
 
     def mark(self, num_ids: int) -> None:
-        """Start to record which ids each text contains, in `seen`. num_ids: the size of the
-        vocabulary."""
+        """Allocate `seen`, unless it exists, so that the token ids of each sequence are recorded
+        from now on. num_ids: the size of the vocabulary."""
         if self.seen is None:
             shape = len(self.tokens), num_ids + 1
             self.seen = torch.zeros(shape, dtype=torch.bool, device=self.tokens.device)
@@ -74,14 +76,18 @@ class BatchState:
     """The state of B slots on one device. Its tensors are never reallocated, so CUDA graphs can use
     them.
 
-    numbers: one tensor that holds all int64 fields. tail: int64 [B, W], the last W tokens of each
-    sequence; shorter texts have zeros before them. length: int64 [B], the number of tokens of each
-    sequence. limit: int64 [B], the number of tokens at which each sequence ends. index: int64 [B],
-    prompt indices. active: bool [B], whether the slot still decodes. block_tables: int32 [B, MB];
-    unused entries are 0, the trash block. seed: int64 scalar. row: int64 [B], each sequence's row
-    in `texts`; 0 without `texts`. prompt: int64 [B], the number of tokens of each prompt. draft_kv:
-    int64 [B], the number of tokens in the proposer's cache when the slots were loaded; it is not
-    updated afterwards.
+    numbers: the tensor that `tail` and the other int64 [B] fields are views of.
+    tail: int64 [B, W], the last W tokens of each sequence, padded with zeros on the left.
+    length: int64 [B], the number of tokens of each sequence.
+    limit: int64 [B], the number of tokens at which each sequence ends.
+    index: int64 [B], the lowest 32 bits of each prompt's index, the key of its random numbers.
+    row: int64 [B], the row of each sequence in `texts`; 0 without `texts`.
+    prompt: int64 [B], the number of tokens of each prompt.
+    draft_kv: int64 [B], the number of tokens that the proposer's cache held when the slots were
+        loaded. Rounds do not update it.
+    active: bool [B]; True while the slot's sequence is still decoding.
+    block_tables: int32 [B, MB]. Unused entries are 0, the block that takes writes of padding.
+    seed: int64 scalar, the run's seed.
     """
 
     def __init__(
@@ -92,7 +98,8 @@ class BatchState:
         texts: Texts | None = None,
         tail: int = 2,
     ) -> None:
-        # `load` writes these fields with one copy, since they are parts of one tensor.
+        # `tail` and the int64 [B] fields are views of one tensor, so that `load` can write all of
+        # them with one copy.
         self.numbers = torch.zeros(tail + _FIELDS, batch_size, dtype=torch.int64, device=device)
         self.tail = self.numbers[:tail].view(batch_size, tail)
         held = self.numbers[tail:]
@@ -133,8 +140,8 @@ class BatchState:
         self.grow([(b, 0, s.block_table) for b, s in enumerate(seqs)])
 
     def append(self, slots: list[int], tokens: torch.Tensor, eos_ids: torch.Tensor) -> None:
-        """Append a token to each sequence in `slots`; the token may end the sequence. tokens: int64
-        [R], on the device."""
+        """Append one token to the sequence in each of `slots`. A slot becomes inactive if the token
+        is in `eos_ids` or is the last one allowed. tokens: int64 [R] on the device, for R slots."""
         at = torch.tensor(slots, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         at = at.to(self.device, non_blocking=True)
         placed = torch.zeros_like(self.length).index_copy_(0, at, tokens)
@@ -166,12 +173,14 @@ class BatchState:
             self.block_tables.index_put_((slot, column), block.to(torch.int32))
 
     def stop(self, slot: int) -> None:
-        """Make a slot idle: its blocks may belong to another sequence from now on."""
+        """Deactivate a slot, so that later rounds do not write to its blocks, which may be given to
+        another sequence."""
         self.active[slot].fill_(False)
 
 
 def _write(held: torch.Tensor, values: list[int] | list[bool]) -> None:
-    """Write `values` from pinned memory into the one-dimensional `held`, without waiting."""
+    """Copy `values` into the one-dimensional tensor `held`. On a GPU, copy from pinned memory and
+    do not wait for the copy."""
     if held.device.type == "cpu":
         held.numpy()[:] = values  # a copy by torch takes three times as long
     else:

@@ -1,4 +1,4 @@
-"""Data types that the engine's modules share, on the host: token ids and settings, but no text."""
+"""Data types on the host that the engine's modules share. They hold token ids, never text."""
 
 from array import array
 from collections.abc import Callable, Iterator
@@ -13,8 +13,8 @@ FinishReason = Literal["length", "eos", "stop", "error"]
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Settings that all sequences of a run share: how tokens are sampled, and when a sequence ends.
-    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. `core.logits_processors` explains
-    the last three."""
+    `temperature` 0 means greedy decoding; `top_k` 0 and `top_p` 1 turn these filters off. See
+    `core.logits_processors` for the last three fields."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -51,10 +51,12 @@ class SamplingParams:
 class Request:
     """One prompt.
 
-    index: its place among all prompts of the data set; with the seed, this is the key of its random
-    numbers. stop_finder: makes a `StopFinder`; None without stop strings. Each run makes a new one,
-    since it remembers the tokens that it has seen. arrives_at: seconds after the run's start,
-    finite and not negative. The request is not admitted earlier.
+    index: the prompt's position in the data set. With the seed, it determines the random numbers
+        that the request's tokens are drawn with.
+    stop_finder: creates a `StopFinder`; None if there are no stop strings. Each run creates its own
+        finder, since a finder remembers the tokens that it has been fed.
+    arrives_at: the time from which the request may be admitted, in seconds after the run's start;
+        finite and not negative.
     """
 
     index: int
@@ -64,8 +66,9 @@ class Request:
 
 
 class Arrivals(Protocol):
-    """Requests that arrive during a run, in the order of their times. The next one may depend on
-    the answers so far. is_over: whether the remaining requests need no answer."""
+    """A source of requests that arrive during a run, in order of arrival. It may choose the
+    next request by the answers so far. is_over: True if the run may stop now, even if some requests
+    have no answer yet."""
 
     def __iter__(self) -> Iterator[Request]: ...
 
@@ -73,12 +76,13 @@ class Arrivals(Protocol):
     def is_over(self) -> bool: ...
 
     def answered(self, index: int) -> None:
-        """Note that the request with this index has ended, possibly with an error."""
+        """Record that the request with this index has ended, possibly with an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Permissions:
-    """Permissions that only the command line may give. plugins: files to run in every process."""
+    """Permissions that can be given only on the command line, not in a recipe. plugins: paths of
+    Python files that every process runs."""
 
     trust_remote_code: bool = False
     allow_pickle: bool = False
@@ -87,56 +91,58 @@ class Permissions:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One prompt and the tokens written after it, which only grow.
+    """One prompt and the tokens generated after it. Tokens are only ever appended.
 
-    target_kv, draft_kv: numbers of leading tokens with valid keys and values in each cache. Both
-    caches use one `block_table`. Rolling back rejected tokens moves only these two integers.
+    target_kv, draft_kv: how many of the first tokens have valid keys and values in the target's and
+    in the draft's cache. Rolling back rejected tokens changes only these two integers.
+    block_table: the sequence's cache blocks. The same table is used for both caches.
     """
 
-    index: int  # global prompt index: with the seed, the key of every random number
+    index: int  # as in `Request`
     tokens: list[int]
     num_prompt_tokens: int
     max_tokens: int  # the sequence ends when it holds this many tokens
     block_table: list[int] = field(default_factory=list)
     target_kv: int = 0
     draft_kv: int = 0
-    proposed_per_round: list[int] = field(default_factory=list)  # rounds with k_i >= 1 only
+    proposed_per_round: list[int] = field(default_factory=list)  # only rounds with proposals
     accepted_per_round: list[int] = field(default_factory=list)
     rounds_without_proposal: int = 0
-    num_tokens_from_prefill: int = 0  # counted as rounds without proposals, though none was run
+    num_tokens_from_prefill: int = 0  # included in `rounds_without_proposal`
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
-    # A pass or a round is divided equally among its sequences. The next five fields sum this
-    # sequence's shares: of times, of engine rounds, and of the distinct experts that were read.
+    # The cost of a pass or a round over n sequences counts 1/n for each of them. The next five
+    # fields sum these shares: of times, of the number of rounds, and of the distinct experts read.
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     round_share: float = 0.0
     stage_ms: dict[str, float] = field(default_factory=dict)
     experts_share: float | None = None
-    arrived_at: float = 0.0  # seconds on the host's clock; not before the run's start
-    queued_seconds: float = 0.0  # from its arrival to its first admission
-    # Seconds that each model's passes took before the first token, also for other sequences.
+    arrived_at: float = 0.0  # host clock, seconds; the run's start or later
+    queued_seconds: float = 0.0  # from arrival to first admission
+    # Total time of each model's prefill passes while this sequence had no output token yet. It
+    # includes passes over other sequences only, because this sequence waited for them, too.
     target_prefill_seconds: float = 0.0
     draft_prefill_seconds: float = 0.0
     admitted_at: float | None = None  # host clock, seconds
     first_token_at: float | None = None
     finished_at: float | None = None
-    _packed: bytes = field(init=False, repr=False)  # int64, the tokens with which it began
+    _packed: bytes = field(init=False, repr=False)  # the initial tokens as int64
 
     def __post_init__(self) -> None:
         self._packed = array("q", self.tokens).tobytes()
 
     def packed(self, start: int, stop: int) -> bytes:
-        """Return the bytes of `tokens[start:stop]` as int64. The tokens that a sequence begins with
-        are packed when it is created, since the device waits for its first pass."""
+        """Return `tokens[start:stop]` as the bytes of int64 values. The initial tokens were packed
+        when the sequence was created, because packing them now would delay its first pass."""
         if 8 * stop <= len(self._packed):
             return self._packed[8 * start : 8 * stop]
         return array("q", self.tokens[start:stop]).tobytes()
 
     @property
     def noise_key(self) -> int:
-        """The lowest 32 bits of `index`, which are the key of the sequence's random numbers."""
+        """The lowest 32 bits of `index`. With the seed, they key the sequence's random numbers."""
         return self.index & 0xFFFFFFFF
 
     @property
@@ -156,9 +162,9 @@ class Sequence:
 
     @property
     def ttft_parts_ms(self) -> dict[str, float] | None:
-        """The time from the request to the first token in milliseconds, by part; None before the
-        first token. `queue` is not part of `ttft_ms`. `first_round` is all time outside prefill
-        passes."""
+        """The milliseconds from arrival to the first token, broken down by what they were spent on;
+        None before the first token. All parts but `queue` add up to `ttft_ms`. `first_round` is the
+        time after admission outside prefill passes."""
         if (ttft_ms := self.ttft_ms) is None:
             return None
         target, draft = self.target_prefill_seconds * 1e3, self.draft_prefill_seconds * 1e3
@@ -171,30 +177,32 @@ class Sequence:
 
     @property
     def tpot_ms(self) -> float | None:
-        """Milliseconds per token after the first; None before the end, or with only one token."""
+        """Mean milliseconds per token after the first; None if the sequence has not finished or has
+        fewer than two output tokens."""
         if self.first_token_at is None or self.finished_at is None or self.num_new_tokens < 2:
             return None
         return (self.finished_at - self.first_token_at) * 1e3 / (self.num_new_tokens - 1)
 
     @property
     def distinct_experts(self) -> float | None:
-        """The mean number of distinct experts that its rounds read in a layer; None if not
-        counted."""
+        """The mean number of distinct experts per layer whose weights the sequence's rounds read;
+        None if experts are not counted."""
         if self.experts_share is None or not self.round_share:
             return None
         return self.experts_share / self.round_share
 
     def room(self, draft_max_len: int) -> int:
-        """Return the largest number of tokens that may be proposed now. One token must be left for
-        the target, and no proposal may lie past the draft's context length."""
+        """Return the maximum number of tokens that the next round may propose. The target adds one
+        token after them, and the sequence must not exceed `max_tokens`; nor may a proposal lie past
+        the draft's context length."""
         n = len(self.tokens)
         return max(0, min(self.max_tokens - n - 1, draft_max_len - n))
 
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """The tokens, possibly none, that a round or a prefill pass added. The first `num_accepted`
-    were proposals."""
+    """The tokens that a round or a prefill pass added to one sequence; there may be none. The first
+    `num_accepted` of them were proposals, and the target chose the rest."""
 
     seq: Sequence
     token_ids: list[int]

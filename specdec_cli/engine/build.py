@@ -1,4 +1,4 @@
-"""Builds an engine from a plan: the only module that wires models, caches and the loop."""
+"""Builds an engine from a plan. Only this module connects models, caches and the main loop."""
 
 import logging
 from collections.abc import Callable
@@ -42,7 +42,7 @@ from specdec_cli.plugged import PluggedMethod, PluggedPolicy, PluggedRule, Watch
 from specdec_cli.stages import begin_stage
 
 _log = logging.getLogger("specdec")
-_WARM_UP_PROMPT = 33  # tokens, more than a pass of the decode kernels can have
+_WARM_UP_PROMPT = 33  # tokens; too many for the decode kernels, so prefill kernels run
 _FEWEST_POSITIONS = 1 << 17  # minimum positions in rotary tables, unless the model has fewer
 
 
@@ -64,7 +64,7 @@ def build(
     plan = _within_reach(plan, need.longest)
     is_open = recipe.cache.num_blocks is None and plan.device.type == "cuda"
     begin_stage("estimating memory")
-    rough = sum(estimate_passes(plan, need)) if is_open else 0  # models are still on meta
+    rough = sum(estimate_passes(plan, need)) if is_open else 0  # before weights are loaded
     if loaded_target is not None:
         loaded_target.cache.layers.clear()
     try:
@@ -120,7 +120,8 @@ def _need_of(plan: Plan, longest_prompt: int) -> CacheNeed:
 
 
 def _fits_beside(plan: Plan, need: CacheNeed, num_blocks: int) -> bool:
-    """Return whether this rank has enough memory for the plan's draft, its cache and its passes."""
+    """Return whether this rank has enough free memory for the plan's draft: for its weights, its
+    cache and, on a GPU, the run's passes."""
     wanted = sum(d.weight_bytes for d in plan.held[1:]) + num_blocks * block_bytes_of(plan)[1]
     if plan.device.type != "cuda":
         return wanted < available_memory() // local_world_size()
@@ -128,9 +129,9 @@ def _fits_beside(plan: Plan, need: CacheNeed, num_blocks: int) -> bool:
 
 
 def _within_reach(plan: Plan, longest: int) -> Plan:
-    """Return the plan with fewer positions: as many as texts of `longest` tokens need, but at least
-    131,072. Rotary tables grow with the number of positions, and a config may set that to any
-    value."""
+    """Return the plan with its context length reduced to `longest` tokens, but to no fewer than
+    131,072; unchanged if it is shorter already. Rotary tables grow with the context length, and a
+    config may state one so large that they would waste memory."""
     reach = max(longest, _FEWEST_POSITIONS)
     if reach >= plan.max_model_len:
         return plan
@@ -143,8 +144,8 @@ def load_models(
     on_stage: Callable[[str], None] = lambda _: None,
     loaded_target: PagedModel | None = None,
 ) -> Models:
-    """Load this rank's parts of the models, with empty caches. The arguments are those of
-    `build`."""
+    """Load the parts of the models that this rank holds, without allocating caches. The arguments
+    are the same as for `build`."""
     device, draft = plan.device, plan.draft
     if device.type == "cuda":
         begin_stage("starting CUDA")
@@ -200,11 +201,12 @@ def wire(
         proposer = method_of(speculation).make(parts)
         if (
             models.target.hidden_layers != proposer.feature_layers
-        ):  # a plugin reads different layers
+        ):  # the plan could not know which layers a plugin reads
             models.target.hidden_layers = proposer.feature_layers
     rule, policy = rule_of(speculation), policy_of(speculation)
     plugged = isinstance(rule, PluggedRule) or isinstance(policy, PluggedPolicy)
-    # A plugin that describes its own draft has already read the options.
+    # Refuse options that no plugin has read. If a plugin defines `describe`, nothing is refused: it
+    # may have read options there, and this `options` object does not record that.
     if isinstance(proposer, PluggedMethod) or (proposer is not None and plugged):
         if method_of(speculation).describe is None:
             options.refuse_unknown()
@@ -226,8 +228,8 @@ def wire(
 
 
 def _prompt_graphs(plan: Plan, num_blocks: int) -> PromptGraphs:
-    """Prepare CUDA graphs for prefill passes of up to the plan's chunk size. Their block tables are
-    as wide as those of rounds."""
+    """Prepare to capture prefill passes of up to the plan's chunk size as CUDA graphs. Block tables
+    in these graphs are wide enough for the longest sequence that the caches can hold."""
     run, block_size = plan.recipe.run, plan.recipe.cache.block_size
     num_tokens = min(run.prefill_chunk, run.batch_size * plan.max_model_len)
     num_columns = min(-(-plan.max_model_len // block_size), num_blocks - 1)
@@ -235,8 +237,9 @@ def _prompt_graphs(plan: Plan, num_blocks: int) -> PromptGraphs:
 
 
 def measured(plan: Plan, models: Models, need: CacheNeed) -> RankMemory:
-    """Measure this rank's memory, broken down by use, in the largest passes that `need` allows. All
-    ranks must call this. Raises `SetupError` if memory runs out or a model cannot be compiled."""
+    """Run the largest passes that `need` allows, and return this rank's memory use, broken down by
+    purpose. All ranks must call this. Raises `SetupError` if memory runs out or a model cannot be
+    compiled."""
     try:
         found = measure_rank(plan, models, need, partial(wire, plan, models))
     except (torch.OutOfMemoryError, MemoryError) as problem:
@@ -255,8 +258,10 @@ def _choose_num_blocks(
     on_stage: Callable[[str], None],
 ) -> int:
     """Return the number of blocks to allocate: as many as a run can use, but no more than fit on
-    the rank with the least memory. rough: the estimated bytes of the passes; on CUDA, the passes
-    are measured instead if memory is tight.
+    the rank with the least memory.
+
+    rough: an estimate of the bytes that passes take; used on CUDA only. If memory is clearly
+    sufficient by this estimate, nothing is measured; otherwise the passes are run and measured.
     """
     if plan.device.type != "cuda":
         mine = rank_memory(plan, models, on_host(0, sum(weight_bytes(models))))
@@ -273,8 +278,9 @@ def _choose_num_blocks(
 
 
 def _check_host_room(plan: Plan, num_blocks: int) -> None:
-    """Raise `SetupError` on all ranks if the caches of any rank do not fit in host memory. Without
-    this check the system would overcommit memory, and later kill the process."""
+    """Raise `SetupError` on all ranks if the caches of any rank do not fit in host memory.
+    Allocating them would succeed even then, but the system would kill the process once it fills
+    them."""
     wanted, free = num_blocks * sum(block_bytes_of(plan)), available_memory() // local_world_size()
     short = (wanted, free) if wanted > free else None
     for found in plan.parallel.gather_objects(short):
@@ -309,8 +315,9 @@ def _warm_up(
 
 
 def warm_up_lengths(plan: Plan, longest_prompt: int) -> list[int]:
-    """Return the lengths of the warm-up prompts. There are several, because passes over few and
-    over many tokens use different kernels, unless all passes are padded to the same width."""
+    """Return the lengths of the warm-up prompts: a short and a long one, because passes over few
+    and over many tokens use different kernels. If both would be padded to the same width, return
+    only the longer one."""
     longest = min(longest_prompt, plan.recipe.run.prefill_chunk + 1)
     lengths = sorted({_WARM_UP_PROMPT, max(1, longest)})
     is_padded = plan.captures_prompts and all(model.captured_width for model in plan.models)
@@ -320,7 +327,7 @@ def warm_up_lengths(plan: Plan, longest_prompt: int) -> list[int]:
 
 
 def out_of_memory(plan: Plan) -> SetupError:
-    """Make an out-of-memory error that states the sizes of the weights and the free memory."""
+    """Return an out-of-memory error that states the sizes of the weights and the free memory."""
     weights = " + ".join(f"{d.spec.role} {d.weight_bytes / 2**20:,.0f} MiB" for d in plan.held)
     where = str(plan.device)
     if plan.device.type == "cuda":

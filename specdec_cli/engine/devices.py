@@ -1,4 +1,5 @@
-"""Checks the processes of a run and chooses its device and threads, before anything is loaded."""
+"""Checks the number of processes of a run, and chooses the device and the number of CPU threads,
+before anything is loaded."""
 
 import torch
 
@@ -9,8 +10,8 @@ from specdec_cli.launch.rank import num_cores
 from specdec_cli.recipe import Recipe
 
 # Models smaller than this run on one CPU thread. Their matmuls take microseconds, so more threads
-# gain little. If another process occupies a core, they wait for each other (measured: 80 times
-# slower).
+# gain little. They can even lose a lot: if another process occupies a core, all threads wait for
+# the one that was to run there (measured: 80 times slower).
 _ONE_THREAD_BYTES = 256 * 2**20
 
 
@@ -35,7 +36,8 @@ def check_world(recipe: Recipe) -> None:
 
 def resolve_device(wanted: str) -> torch.device:
     """Return the device of this process. `auto` means a GPU if the host has one. Each process on a
-    host takes its own GPU. Raises `SetupError` if the device is missing."""
+    host gets the GPU with its local rank, unless `wanted` names an index. Raises `SetupError` if
+    the device is missing."""
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(wanted)
@@ -55,8 +57,9 @@ def resolve_device(wanted: str) -> torch.device:
 def use_few_threads(device: torch.device, weight_bytes: int) -> Notice | None:
     """Set the number of threads that torch uses on a CPU, unless the user has chosen it.
 
-    Small models get one thread. Larger models get the processors that other work leaves free. If
-    these are not all processors, return a notice that says so; otherwise return None.
+    A small model gets one thread. A larger model gets a thread for each processor, or fewer if
+    other programs keep some processors busy. In the latter case return a notice that says so;
+    otherwise return None.
     """
     if device.type != "cpu" or spinning.chosen_threads() is not None:
         return None
@@ -64,7 +67,7 @@ def use_few_threads(device: torch.device, weight_bytes: int) -> Notice | None:
         torch.set_num_threads(1)
         return None
     if world_size() > 1 or (use := spinning.others()) is None:
-        return None  # several ranks have already divided the processors
+        return None  # with several ranks, each already has its share of processors
     cores = num_cores()
     if (few := spinning.threads_beside(use, cores)) == cores:
         return None

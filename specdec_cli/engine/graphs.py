@@ -1,5 +1,8 @@
-"""The rounds of an engine. They run eagerly; or they are captured as CUDA graphs and replayed, and
-the host reads each round's result while the next round runs."""
+"""Launches the rounds of an engine and reads their results.
+
+Rounds run eagerly, or are captured as CUDA graphs and replayed. On a GPU, the host reads the result
+of a round while the next one runs.
+"""
 
 import time
 from collections import deque
@@ -24,12 +27,17 @@ _WARM_UP_ROUNDS = 2
 class Outcome:
     """The result of one round, as read by the host.
 
-    seqs: the sequence in each slot at launch. Entries for sequences that have finished since then
-    are meaningless. tokens: k + 1 tokens per slot, of which the first accepted + 1 are valid. lens:
-    the proposal length of each slot. seconds: the time since the previous round was read, or since
-    this round's launch if that is later. read_at: when the host read the result, in seconds on its
-    clock. distinct_experts: the number of experts whose weights scoring read, averaged over the
-    layers with experts; None if experts are not counted.
+    seqs: the sequence in each slot at launch. If a sequence has finished since then, the other
+        fields are meaningless for its slot.
+    tokens: for each slot, k + 1 tokens, of which the first accepted + 1 are valid.
+    accepted: the number of accepted proposals in each slot.
+    lens: the number of proposals in each slot.
+    stage_ms: the milliseconds that each stage of the round took.
+    seconds: the time since the previous round was read, or since this round was launched if that
+        was later.
+    read_at: the time when the host read the result, in seconds on the host's clock.
+    distinct_experts: the number of distinct experts that the target's pass read, averaged over the
+        layers with experts; None if experts are not counted.
     """
 
     seqs: list[Sequence]
@@ -52,8 +60,8 @@ class _Flight:
 
 
 class _Round:
-    """The rounds with one proposal length K over the slots of `state`. `run` runs one round, and
-    `record` gets its results."""
+    """A round with proposal length K over the slots of `state`, which can be run many times. `run`
+    runs it once and writes the results to `record`."""
 
     def __init__(
         self, parts: RoundParts, state: BatchState, k: int, is_captured: bool, pool: Any
@@ -84,13 +92,14 @@ class _Round:
 class Rounds:
     """This rank's rounds over one batch of slots, for each proposal length K.
 
-    ks: all values of K, in ascending order. is_captured: whether rounds run as CUDA graphs.
-    runs_ahead: whether the host launches a round before it has read the previous one. pool: the
-    memory pool of captured rounds. Two instances may share a pool if their rounds are never in
-    flight at the same time.
+    ks: all values of K, in ascending order.
+    is_captured: True if rounds run as CUDA graphs.
+    runs_ahead: True if the host launches a round before it has read the previous one.
+    pool: the memory pool of the CUDA graphs, or None. Two instances may share a pool if their
+        rounds are never in flight at the same time.
     """
 
-    IN_FLIGHT = 2  # maximum rounds in flight: launched but not yet read
+    IN_FLIGHT = 2  # maximum number of rounds that are launched but not yet read
 
     def __init__(
         self,
@@ -106,11 +115,11 @@ class Rounds:
         self.runs_ahead = runs_ahead
         self.ks = ks
         self.seqs: list[Sequence] = []
-        self.last_k = ks[-1]  # K of the last launched round
+        self.last_k = ks[-1]  # K of the round that was launched last
         self._flights: deque[_Flight] = deque()
         self._num_launched = 0
         self._read_at = 0.0
-        # Capture the longest round first, so that shorter ones fit into its memory.
+        # Capture the longest round first, so that shorter ones can reuse its memory in the pool.
         self._by_k = {
             k: _Round(parts, state, k, is_captured, pool) for k in sorted(ks, reverse=True)
         }
@@ -130,8 +139,8 @@ class Rounds:
         self.state.load(seqs, seed)
 
     def append(self, seqs: list[Sequence], tokens: torch.Tensor) -> None:
-        """Append a token to each of `seqs`, which must be in slots. tokens: int64 [R], on the
-        device; the host reads them later."""
+        """Append one token to each of `seqs` on the device only; all of them must be in slots.
+        tokens: int64 [R] on the device, for R sequences. The host reads them later."""
         place = self._places()
         self.state.append([place[id(seq)] for seq in seqs], tokens, self.parts.eos_ids)
 
@@ -188,8 +197,8 @@ class Rounds:
         )
 
     def begin_after(self, time_s: float) -> None:
-        """Measure the time of rounds only from `time_s` on, in seconds on the host's clock, because
-        other work ran until then."""
+        """Leave the time before `time_s` out of the next round's `seconds`, because the device was
+        busy with other work until then. time_s: seconds on the host's clock."""
         self._read_at = max(self._read_at, time_s)
 
     def discard(self) -> None:
@@ -200,8 +209,8 @@ class Rounds:
                 flight.done.synchronize()
 
     def close(self) -> None:
-        """Free the graphs, because NCCL cannot shut down while a graph with its collectives
-        exists."""
+        """Wait for the rounds in flight, and free the graphs. This must be done before NCCL shuts
+        down, which is impossible while a graph contains NCCL collectives."""
         self.discard()
         for made in self._by_k.values():
             if made.graph is not None:
@@ -210,8 +219,8 @@ class Rounds:
 
 @dataclass(slots=True, eq=False)
 class RoundCache:
-    """The rounds of one engine at one batch size. They are made once for each combination of run
-    settings and number of slots."""
+    """The rounds of one engine at one batch size. They are created when a run first needs them, and
+    reused by later runs with the same settings."""
 
     allocator: BlockAllocator
     batch_size: int
@@ -219,10 +228,10 @@ class RoundCache:
     runs_ahead: bool
     _made: dict[Hashable, tuple[Rounds, ...]] = field(default_factory=dict, init=False)
     _pool: Any = field(default=None, init=False)  # memory pool shared by captured rounds
-    _texts: Texts | None = field(default=None, init=False)  # text buffers shared by rounds
+    _texts: Texts | None = field(default=None, init=False)  # shared by all rounds that read texts
 
     def of(self, parts: RoundParts, k: int) -> tuple[Rounds, ...]:
-        """Return rounds with proposals of up to k tokens, one `Rounds` for each number of slots, in
+        """Return rounds that propose up to k tokens: one `Rounds` for each number of slots, in
         ascending order."""
         params = parts.params
         key = (k, parts.rule, parts.policy, *params.filters, params.ignore_eos, params.processing)
@@ -239,9 +248,9 @@ class RoundCache:
         self._pool = self._texts = None
 
     def _make(self, parts: RoundParts, k: int) -> tuple[Rounds, ...]:
-        # A pass may feed this many positions past the longest sequence, and k more positions of
-        # padding if it also feeds tokens that a cache lacks. The extra columns of block tables
-        # contain block 0.
+        # A pass may write up to `ahead` positions past the end of the longest sequence. If it also
+        # feeds tokens that a cache lacks, padding takes up to k more positions. Block tables need
+        # columns for these positions; the columns contain block 0, where writes do no harm.
         ahead = max(k, parts.proposer.ahead(k)) if parts.proposer is not None else k
         held = min(self.allocator.blocks_for(parts.max_model_len), self.allocator.num_usable)
         columns = held + self.allocator.blocks_for(ahead + k + 1)
@@ -258,7 +267,7 @@ class RoundCache:
             if how is not None and marks:
                 texts.mark(len(how.suppressed))
         ks = parts.policy.lengths(k) if k else (0,)
-        # Capture the largest batch first, so that smaller ones fit into its memory.
+        # Capture the largest batch first, so that smaller ones can reuse its memory in the pool.
         counts = reversed(slot_counts(self.batch_size))
         tail = parts.proposer.tail_for(k) if parts.proposer is not None else 2
         states = [BatchState(count, columns, device, texts, tail) for count in counts]
@@ -282,7 +291,7 @@ def _run_each(parts: RoundParts, states: list[BatchState], ks: tuple[int, ...]) 
 
 
 def capture(run: Callable[[], None], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
-    """Capture `run` as a CUDA graph. First call it a few times to compile its kernels."""
+    """Capture `run` as a CUDA graph, after a few ordinary calls that compile its kernels."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

@@ -37,12 +37,12 @@ from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.prompt_passes import PromptGraphs
 from specdec_cli.stages import begin_stage
 
-_LONGEST_SLEEP_S = 0.2  # seconds between heartbeats of an idle engine
+_LONGEST_SLEEP_S = 0.2  # seconds; an idle engine gives a heartbeat at least this often
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """All sequences of a run, in the order of its prompts, and the run's metrics."""
+    """All sequences of a run, in the order in which its requests were given, and its metrics."""
 
     seqs: list[Sequence]
     metrics: Metrics
@@ -53,13 +53,19 @@ class Engine:
     """Runs sequences on a target and a proposer, with one block allocator for both caches. The
     state of a run is in `Run`, not here.
 
-    proposer: the source of proposals; None if only the target decodes. max_model_len: the maximum
-    length of a sequence. prefill_chunk: the maximum tokens of one prefill pass. rule, policy: the
-    acceptance rule and the length policy of rounds with proposals. is_captured, runs_ahead: see
-    `Rounds`. parallel: the ranks over which the target is split. prompts: the graphs of prefill
-    passes; None if they are not captured. hidden_layers: the layers whose hidden states the target
-    returns in this engine's runs, if engines share it. Engines may share a target and its cache if
-    they run one at a time.
+    Engines may share a target and its cache if only one of them runs at a time.
+
+    proposer: proposes tokens; None if every token is decoded by the target alone.
+    max_model_len: the maximum number of tokens of a sequence.
+    prefill_chunk: the maximum number of tokens of one prefill pass.
+    eos_ids: the token ids that end a sequence.
+    rule: the acceptance rule, which decides which proposals to keep.
+    policy: the length policy, which chooses how many tokens to propose.
+    is_captured, runs_ahead: as in `Rounds`.
+    parallel: the ranks over which the target is split.
+    prompts: the CUDA graphs of prefill passes; None if these passes are not captured.
+    hidden_layers: the layers whose hidden states this engine's proposer reads from a target that
+        several engines share; None if the target is not shared.
     """
 
     target: PagedModel
@@ -97,7 +103,7 @@ class Engine:
         return other
 
     def forget_rounds(self) -> None:
-        """Free the captured rounds and prefill passes, with their memory."""
+        """Free the CUDA graphs of rounds and of prefill passes, and their memory."""
         self._rounds.close()
         if self.prompts is not None:
             self.prompts.close()
@@ -112,11 +118,13 @@ class Engine:
     ) -> RunResult:
         """Decode every request with proposal length `k`; 0 is plain autoregressive decoding.
 
-        on_emit: called with tokens whenever the host has read some. While further requests are
-        expected, it is also called with an empty list as a heartbeat. arrivals: further requests in
-        order; the engine takes each one when the previous one is due. A request that cannot run
-        ends with finish_reason "error", and `on_emit` is called with it at once. Raises `RunError`
-        if logits are not finite.
+        on_emit: called with new tokens as soon as the host has read them. While requests are still
+            to arrive, it is called after every step, if need be with an empty list, as a heartbeat.
+        arrivals: more requests, in order of arrival. The engine asks for each one only once the one
+            before it is due; None if there are none.
+
+        A request that cannot run ends with finish_reason "error" at once, and `on_emit` gets an
+        emission without tokens for it. Raises `RunError` if logits are not finite.
         """
         run = self.start(requests, k, params)
         if arrivals is not None:
@@ -145,8 +153,8 @@ class Engine:
         return RunResult(run.seqs, summarise(run.seqs, k, self.batch_size))
 
     def compile_ahead(self, lengths: Iterable[int], k: int, params: SamplingParams) -> None:
-        """Compile the kernels that a run with these settings needs, for prompts of these
-        lengths."""
+        """Create the rounds for `k` and `params`, and compile the kernels for prompts of these
+        lengths, so that a run need not wait for either."""
         self.start([], k, params)
 
         def fill_each() -> None:
@@ -163,11 +171,12 @@ class Engine:
     def forecast(
         self, request: Request, output: list[int], k: int, params: SamplingParams
     ) -> Forecast:
-        """Compute the expected acceptance along `output`, an existing text, without decoding it.
+        """Compute how many proposals are expected to be accepted if the engine answered `request`
+        with `output`, an existing text. Nothing is decoded.
 
         k: the maximum number of tokens that a round may propose. The engine must be idle. All ranks
         must call this, but only rank 0's result is valid. Raises `NoForecast` if the acceptance
-        rule or the length policy has no forecast.
+        rule or the length policy does not support forecasts.
         """
         assert self.proposer is not None, "proposing needs a proposer"
         if not self.policy.is_fixed:
@@ -181,9 +190,13 @@ class Engine:
     def logits_after(
         self, tokens: list[int], width: int, start: int, params: SamplingParams
     ) -> torch.Tensor:
-        """Return the target's logits [V] after `tokens`, processed as `params` asks. The last pass
-        feeds `width` tokens. start: the number of prompt tokens. As for `forecast`, the engine must
-        be idle, all ranks must call this, and only rank 0's result is valid."""
+        """Return the target's logits, fp32 [V], after `tokens`, with the logits processing that
+        `params` asks for.
+
+        width: the number of tokens that the last pass feeds; earlier tokens are prefilled. start:
+        the number of prompt tokens. As for `forecast`, the engine must be idle, all ranks must call
+        this, and only rank 0's result is valid.
+        """
         return last_logits(self._teacher(params), tokens, width, start)
 
     def _teacher(self, params: SamplingParams) -> Teacher:
@@ -204,7 +217,7 @@ class Engine:
         """Begin a run: queue `requests` and return the state that `step` advances."""
         assert k == 0 or self.proposer is not None, "proposing needs a proposer"
         self._take_target()
-        # Plain decoding must not pay for a proposer's extra work.
+        # Without a proposer, plain decoding does none of the work that only proposals need.
         proposer = self.proposer if k else None
         draft_max_len = proposer.max_len if proposer is not None else 0
         ahead = proposer.ahead(k) if proposer is not None else 0
@@ -250,8 +263,8 @@ class Engine:
         )
 
     def step(self, run: Run) -> list[Emission]:
-        """Run one round, or one prefill pass over newly admitted sequences. Return the tokens that
-        the host has read meanwhile."""
+        """Advance the run: launch a round or the passes over a chunk of prompts, or only read
+        results. Return the tokens that the host has read in this step."""
         if run.scheduler.pending and not self._has_work(run):
             return []
         began = time.perf_counter()
@@ -261,12 +274,13 @@ class Engine:
         if not run.rounds.in_flight and (emissions := self._fill(run, began)) is not None:
             return emissions
         stays_ahead = self._launch(run)
-        emissions = self._read_prefill(run)  # prefill passes ran while the host prepared the round
+        emissions = self._read_prefill(run)  # only now, so that the round was prepared meanwhile
         return emissions if stays_ahead else emissions + self._read_last(run)
 
     def _has_work(self, run: Run) -> bool:
-        """Queue the requests that are due by rank 0's clock; if there is nothing to do, first sleep
-        briefly. Return whether there is work."""
+        """Queue the requests that are due by rank 0's clock, and return whether there is work. If
+        the engine is idle, first sleep until the next request is due, but at most
+        `_LONGEST_SLEEP_S`."""
         scheduler, count = run.scheduler, 0
         if self.parallel.is_first:
             if scheduler.is_idle and not run.rounds.in_flight:
@@ -276,20 +290,23 @@ class Engine:
             while run.look_ahead(count) and scheduler.pending[count].arrived_at <= now:
                 count += 1
         count = self._arrivals.told(count)
-        run.look_ahead(count)  # the same requests as on rank 0
+        run.look_ahead(count)  # on other ranks, take the same requests as rank 0
         scheduler.arrive(count)
         return not scheduler.is_idle or run.rounds.in_flight > 0
 
     def _fill(self, run: Run, began: float) -> list[Emission] | None:
-        """Feed a chunk of the tokens that the caches lack, or else read the results of the last
-        chunk if a round must wait for them. Return None if a round can start."""
+        """Queue the passes over the next chunk of tokens that the caches lack. If they lack none,
+        read the results of the last chunk, but only if the next round depends on them.
+
+        Return the tokens that were read, or None if nothing was done and a round can start.
+        """
         if (chunk := run.prefill.next_chunk()) is not None:
             emissions = run.take(run.prefill.feed(chunk, began))
             return emissions if self.runs_ahead else emissions + self._read_prefill(run)
         return self._read_prefill(run) if run.prefill.must_settle() else None
 
     def _launch(self, run: Run) -> bool:
-        """Queue a round. Return whether it is to stay in flight when this step ends."""
+        """Queue a round. Return whether it should still be in flight when this step ends."""
         is_first = not run.rounds.in_flight
         if is_first:
             run.load()
@@ -305,9 +322,9 @@ class Engine:
         return self.policy.next_k(ks, run.last, self.costs, run.rounds.num_slots)
 
     def _must_settle(self, run: Run) -> bool:
-        """Return whether the host must read the round in flight before it queues another. That is
-        so if sequences are to be admitted or preempted, if fewer slots may be enough, or if all
-        sequences may end."""
+        """Return whether the host must read the round in flight before it queues another one. It
+        must if sequences can be admitted or must be preempted, if rounds with fewer slots would do,
+        if all sequences may have ended, or if the proposer may have to catch up first."""
         if not run.rounds.in_flight:
             return False
         scheduler = run.scheduler
@@ -316,7 +333,7 @@ class Engine:
             or run.rounds_for(len(scheduler.running)) is not run.rounds
             or all(len(s.tokens) + 1 >= s.max_tokens for s in scheduler.running)
             or scheduler.is_short(run.k + 1)
-            or (run.rounds.last_k == 0 and self._next_k(run) > 0)  # the proposer may lag behind
+            or (run.rounds.last_k == 0 and self._next_k(run) > 0)  # proposer may have to catch up
         )
 
     def _read_last(self, run: Run) -> list[Emission]:
@@ -334,8 +351,8 @@ class Engine:
         return run.take(run.prefill.settle())
 
     def _clear_caches(self) -> None:
-        """Clear the caches after logits that are not finite. Padding reads cached values with
-        weight 0, and 0 * NaN is NaN."""
+        """Fill the caches with zeros after logits were not finite. A NaN left in a cache would
+        spread even from positions that attention masks out, because 0 * NaN is NaN."""
         self.target.cache.clear()
         if self.proposer is not None:
             self.proposer.clear()

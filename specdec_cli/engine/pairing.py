@@ -1,5 +1,5 @@
-"""Checks before loading whether a draft fits its target, and which of the target's weights it
-borrows."""
+"""Checks whether a draft fits its target, and finds out which of the target's weights the draft
+borrows. Both happen before any weights are loaded."""
 
 import re
 from collections.abc import Callable, Collection
@@ -34,8 +34,8 @@ from specdec_cli.models.weights import Read, tensor_names, unread
 from specdec_cli.recipe import SpeculationSection
 from specdec_cli.text import counted, one_line
 
-# Kinds of draft whose config.json looks like an ordinary model's. Each is recognised by names of
-# weights that ordinary models do not have.
+# Unsupported kinds of draft whose config.json looks like an ordinary model's. Each kind is
+# recognised by weight names that ordinary models do not have.
 _OF_HEADS = (
     ("an EAGLE head of the first kinds (EAGLE-1, EAGLE-2 or HASS)", r"(model[.])?fc[.]weight"),
     ("a set of Hydra heads", r"(.*[.])?hydra_.*"),
@@ -49,7 +49,8 @@ Describe = Callable[[ModelSpec, torch.device, TensorParallel], Description]
 
 
 def describe_draft(place: DraftPlace, describe: Describe) -> Draft:
-    """Describe the draft at `place`, and check that it fits the target, except for its vocabulary.
+    """Describe the draft at `place`, and check that it fits the target. Its vocabulary is not
+    checked here; see `check_vocabulary`.
 
     describe: describes a transformers model. Raises `SetupError` for a draft that cannot be found,
     read or run beside the target, and `UsageError` for recipe keys that do not fit the draft.
@@ -78,8 +79,8 @@ def describe_draft(place: DraftPlace, describe: Describe) -> Draft:
 
 
 def not_held(draft: Description) -> tuple[str, ...]:
-    """Return which of `embeddings` and `lm_head` the draft's checkpoint does not contain. Return
-    nothing if the names of its tensors are unknown."""
+    """Return those of `embeddings` and `lm_head` that the draft's checkpoint lacks, and that must
+    be borrowed. Return an empty tuple if the names of its tensors are unknown."""
     if draft.spec.load_format == "dummy" or is_gguf(draft.place):
         return ()
     if not (held := tensor_names(draft.place)):
@@ -89,7 +90,8 @@ def not_held(draft: Description) -> tuple[str, ...]:
     names = {id(part): name for name, part in module.named_modules()}
     is_tied = bool(module.config.tie_word_embeddings)
     for what, part in lendable(module).items():
-        # Checkpoints of a model without its head have names without the usual prefix.
+        # Compare only the end of each name, because a checkpoint that was saved without the LM head
+        # lacks the usual prefix.
         tail = ".".join(f"{names[id(part)]}.weight".split(".")[-2:])
         if any(name == tail or name.endswith(f".{tail}") for name in held):
             if is_tied:
@@ -102,13 +104,13 @@ def not_held(draft: Description) -> tuple[str, ...]:
 def check_shared(
     target: Description, draft: Description, share: tuple[str, ...], *, is_asked: bool = True
 ) -> int:
-    """Return the bytes of draft weights that need not be loaded because the draft borrows the
-    target's.
+    """Check that the draft can borrow the weights in `share` from the target. Return how many bytes
+    of draft weights therefore need not be loaded.
 
-    Both models are on the meta device. share: the weights to borrow. is_asked: whether the recipe
-    names them; otherwise the draft's checkpoint lacks them. Raises `SetupError` if shapes or dtypes
-    differ, if the target keeps such a weight quantised, or if `lm_head` is split over different
-    numbers of ranks.
+    Both models are on the meta device. is_asked: True if the recipe names the weights; False if
+    they are borrowed because the draft's checkpoint lacks them. Raises `SetupError` if shapes or
+    dtypes differ, if the target keeps such a weight quantised, or if the two models split `lm_head`
+    over different numbers of ranks.
     """
     if "lm_head" in share and draft.parallel.size != target.parallel.size:
         why = (
@@ -145,8 +147,9 @@ def check_shared(
         hint = f"shapes and dtypes must agree; a draft that has {what} needs no draft.share"
         hint = hint if is_asked else "give both models the same dtype"
         raise SetupError(_not_borrowed(what, draft, why, is_asked=is_asked), hint)
-    # A tied weight is still loaded if only one of its two uses is borrowed. A split head is a view
-    # of the embedding if the embedding is loaded; otherwise it is a separate weight.
+    # A tied weight (LM head and embedding in one) is still loaded if only one of its two uses is
+    # borrowed. If the LM head is split over ranks, it is a view of the embedding as long as the
+    # embedding is loaded; otherwise it is a separate weight.
     tied = draft.shards.tied
     loaded: dict[int, int] = {
         id(p): held_bytes(p) for n, p in own.items() if tied.get(n) not in own
@@ -155,7 +158,8 @@ def check_shared(
 
 
 def _not_borrowed(what: str, draft: Description, why: str, *, is_asked: bool) -> str:
-    """Return the message for a weight that a draft cannot borrow."""
+    """Return the message of the error for a weight that the draft cannot borrow. why: the
+    reason."""
     begin = f"draft.share: {what} cannot be borrowed"
     if not is_asked:
         begin = f"the draft {draft.spec.name} has no {what} and cannot borrow the target's"
@@ -163,7 +167,7 @@ def _not_borrowed(what: str, draft: Description, why: str, *, is_asked: bool) ->
 
 
 def _sizes(weight: torch.Tensor) -> str:
-    """Return the sizes of an embedding or an LM head in words."""
+    """Return text for messages that states the sizes of an embedding or an LM head."""
     vocabulary, width = weight.shape
     return f"a vocabulary of {vocabulary} tokens and a hidden size of {width}"
 
@@ -209,9 +213,9 @@ def check_vocabulary(target: Description, draft: Draft, tokenizer: Tokenizer) ->
 
 
 def _check_is_model(draft: Description) -> None:
-    """Raise `SetupError` for a special kind of draft whose config.json looks like an ordinary
-    model's, and for a draft with unused weights. Such a draft would run, but its acceptance would
-    be meaningless."""
+    """Raise `SetupError` if the draft is not the ordinary model that its config.json describes: if
+    it has weights of a kind in `_OF_HEADS`, or weights that the model would not use. Such a draft
+    would run, but its acceptance would be meaningless."""
     if draft.spec.load_format == "dummy":
         return
     name = draft.spec.name
@@ -239,8 +243,8 @@ def _check_is_model(draft: Description) -> None:
 
 
 def _without_use(draft: Description, names: Collection[str]) -> list[str]:
-    """Return the names of tensors in a draft's checkpoint that its model does not read. names: the
-    names of all tensors in the draft's folder."""
+    """Return the names of the tensors in the draft's checkpoint that its model does not read.
+    names: the names of all tensors in the checkpoint; unused if it is a GGUF file."""
     module = draft.module
     if is_gguf(draft.place):
         return readers(module, read_model(draft.place), draft.dtype)[1]
@@ -251,8 +255,8 @@ def _without_use(draft: Description, names: Collection[str]) -> list[str]:
     unused = converted(module, tensors)[1]
     if is_plain:
         return unused
-    # Scales of activations and of the cache are unused by design, and other scales raise their own
-    # error.
+    # Leave out scales. Scales of activations and of the cache are unused by design, and other code
+    # reports a weight's scale that does not fit.
     return [name for name in unused if "scale" not in name.rpartition(".")[2]]
 
 
@@ -264,7 +268,8 @@ def tokenizer_of(model: Draft) -> Tokenizer:
 
 
 def _have_one(target: Description, draft: Draft) -> bool:
-    """Return whether both models have the same tokenizer, and neither may run its own code."""
+    """Return True if both models certainly have the same tokenizer. Return False if either model
+    may run its own code, because equal files would not prove equal tokenizers then."""
     if target.spec.trust_remote_code or draft.spec.trust_remote_code:
         return False
     kinds = [config_file(m.spec.name, m.place).get("model_type") for m in (target, draft)]

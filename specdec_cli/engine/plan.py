@@ -1,4 +1,4 @@
-"""Makes a plan from a recipe. Checks everything that can be checked before weights are loaded."""
+"""Makes a plan from a recipe, and checks everything that can be checked before loading weights."""
 
 from dataclasses import dataclass, replace
 
@@ -37,17 +37,19 @@ from specdec_cli.recipe.choices.registry import weights_from, without_draft
 from specdec_cli.stages import begin_stage
 
 _NONE = Permissions()
-FP8_CAPABILITY = (8, 9)  # the lowest compute capability with fp8 conversion
+FP8_CAPABILITY = (8, 9)  # the lowest compute capability that can convert to and from fp8
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A target and a draft that have passed all checks, before any weights are loaded.
 
-    draft: the draft's description; None if no draft model proposes. Every rank has it, even if
-    `groups.draft` is None because the rank holds no part of the draft. compiled: roles of the
-    models whose padded passes are compiled. few_threads: a notice that torch uses fewer threads
-    than there are processors; None if it uses all.
+    draft: the draft's description; None if no draft model proposes. It is set on every rank, also
+        on ranks that hold no part of the draft, where `groups.draft` is None.
+    groups: this rank's groups of ranks, for the target and for the draft.
+    compiled: the roles (`target`, `draft`) of the models whose padded passes are compiled.
+    few_threads: a notice that torch uses fewer threads than there are processors, because of other
+        programs; None if there is nothing to report.
     """
 
     recipe: Recipe
@@ -68,8 +70,8 @@ class Plan:
 
     @property
     def proposer(self) -> str | None:
-        """The name of the recipe's proposer, whatever k is: the draft's name, the method's name, or
-        None."""
+        """The name of what proposes tokens in this recipe: the draft's name if the method uses the
+        recipe's draft, the method's name if it needs no draft, or None. It does not depend on k."""
         method = self.recipe.speculation.method
         if weights_from(method) == "draft" and self.recipe.draft is not None:
             return self.recipe.draft.model
@@ -77,15 +79,16 @@ class Plan:
 
     @property
     def remark(self) -> str | None:
-        """The acceptance rule's remark, to be shown beside the run's results, or None. Greedy runs
-        need none, unless the rule draws random numbers even then."""
+        """The acceptance rule's remark on how it changes the output, to be shown with the run's
+        results. None without proposals, and in greedy decoding unless the rule draws random numbers
+        even then."""
         rule = rule_of(self.recipe.speculation)
         is_moot = self.params.is_greedy and not rule.draws_when_greedy
         return rule.remark if self.k and not is_moot else None
 
     @property
     def parallel(self) -> TensorParallel:
-        """This rank in the target's group."""
+        """This rank's place in the group of ranks over which the target is split."""
         assert self.groups.target is not None, "every rank holds a part of the target"
         return self.groups.target
 
@@ -95,30 +98,30 @@ class Plan:
 
     @property
     def held(self) -> list[Draft]:
-        """The models that this rank loads, in whole or in part."""
+        """The models of which this rank loads at least a part."""
         return self.models if self.groups.draft is not None else [self.target]
 
     @property
     def no_cuda_graphs(self) -> str | None:
-        """Why rounds are not replayed as CUDA graphs; None if they are."""
+        """The reason why rounds are not captured as CUDA graphs; None if they are captured."""
         return "as asked" if self.recipe.run.cuda_graphs == "off" else self._no_graphs_here
 
     @property
     def captures_prompts(self) -> bool:
-        """Whether prefill passes of models with fused layers are captured as CUDA graphs. Several
-        ranks never capture them."""
+        """True if prefill passes of models with fused layers are captured as CUDA graphs. They
+        never are if there are several ranks."""
         return self.no_cuda_graphs is None and self.parallel.size == 1
 
     @property
     def _no_graphs_here(self) -> str | None:
-        """Why CUDA graphs are impossible with this device or these models; None if they are
-        possible."""
+        """The reason why this device or these models rule out CUDA graphs; None if they do not."""
         if self.device.type != "cuda":
             return "the device is a CPU"
         if self.k and method_of(self.recipe.speculation).runs_on_host:
             return "the method reads the device's data on the host"
         for model in self.models:
-            # For other dtypes, torch's grouped matmul copies to the host.
+            # For other dtypes, torch's grouped matmul copies data to the host, which a CUDA graph
+            # cannot contain.
             if model.has_experts and model.dtype != torch.bfloat16:
                 return f"experts of the {model.spec.role} are not in bfloat16"
         return None
@@ -129,8 +132,8 @@ class Plan:
         found = [f"loading the {m.spec.role}" for m in self.held]
         if self.device.type == "cuda":
             found.append("compiling kernels and capturing rounds")
-            # A pass over a single token is compiled separately. In plain decoding, a batch has such
-            # passes once a single sequence is left.
+            # Passes over a single token are compiled separately from others. In plain decoding,
+            # they occur once only one sequence of a batch is left.
             plain = self.k == 0 and self.recipe.run.batch_size > 1
             shapes = {"target": 1 + plain, "draft": 1 + (self.k > 1)}
             for role in self.compiled:
@@ -139,8 +142,8 @@ class Plan:
 
     @property
     def no_compile(self) -> str | None:
-        """Why no model can be compiled; None if models can be. Only captured passes are
-        compiled."""
+        """The reason why no model can be compiled; None if models can be compiled. Compiling needs
+        CUDA graphs, because only captured passes are compiled."""
         if self._no_graphs_here is not None:
             return self._no_graphs_here
         if self.no_cuda_graphs is not None:
@@ -149,7 +152,9 @@ class Plan:
 
     @property
     def execution(self) -> dict[str, str]:
-        """How passes run (compiled, as CUDA graphs) and why, for the run's `environment`."""
+        """A description of how passes run, with reasons, for the run's `environment`. It says
+        whether they are compiled and captured as CUDA graphs, and which weights the draft
+        borrows."""
         as_asked = "as asked" if self.recipe.run.compile == "off" else None
         how = {
             "compile": f"on: {', '.join(self.compiled)}"
@@ -176,8 +181,8 @@ class Plan:
 
 
 def plan(recipe: Recipe, permissions: Permissions = _NONE) -> Plan:
-    """Check a recipe against this machine and its models, and return the plan. This reads only
-    configs and tokenizers.
+    """Check that a recipe's models exist and that they can run on this machine, and return the
+    plan. Only configs and tokenizers are read, no weights.
 
     Raises `UsageError` for unsupported settings, and `SetupError` for models or devices that do not
     fit.
@@ -193,8 +198,9 @@ def plan(recipe: Recipe, permissions: Permissions = _NONE) -> Plan:
 def plan_all_ranks(
     recipe: Recipe, permissions: Permissions, device: torch.device, describe: Describe = describe
 ) -> list[Plan]:
-    """Return the plans that all ranks would have, without starting ranks. Models cannot be loaded
-    from these plans."""
+    """Return the plan that each rank would have, without starting the ranks. The plans serve for
+    estimates only: they have no communication between ranks, so models cannot be loaded from them.
+    """
     size, draft_size = recipe.target.tensor_parallel_size, draft_degree(recipe)
     places = [
         Groups(
@@ -257,8 +263,8 @@ def _plan_on(
         groups=groups,
     )
     if k and (of_draft := _draft_spec(recipe, target.spec, permissions)) is not None:
-        # Ranks that hold no part of the draft check it, too, so that either all ranks refuse it or
-        # none does.
+        # Ranks that hold no part of the draft check it, too, so that all ranks refuse a draft if
+        # one does.
         part = groups.draft or TensorParallel(size=draft_degree(recipe))
         begin_stage("describing the draft")
         draft = _draft_of(found, of_draft, part, describe)
@@ -280,8 +286,8 @@ def _plan_on(
 
 
 def _as_target(target: Description, plan: Plan) -> Description:
-    """Return the target's description, changed to return the hidden states that the plan's draft
-    reads."""
+    """Adapt the target's description to the plan: to its context length, and to the draft, which
+    may read hidden states and tensors of the target."""
     layers = plan.draft.feature_layers if plan.draft is not None else ()
     tensors = plan.draft.target_tensors if plan.draft is not None else None
     return replace(target, reach=plan.max_model_len, hidden_layers=layers, draft_tensors=tensors)
@@ -300,8 +306,8 @@ def _draft_of(plan: Plan, spec: ModelSpec, parallel: TensorParallel, describe: D
 
 
 def _draft_spec(recipe: Recipe, target: ModelSpec, permissions: Permissions) -> ModelSpec | None:
-    """Return the model whose checkpoint has the draft's weights, or None if the method has no
-    weights."""
+    """Return a `ModelSpec` for the checkpoint that contains the draft's weights: the recipe's draft
+    or the target's checkpoint. Return None if there is no draft model."""
     match weights_from(recipe.speculation.method):
         case "draft" if recipe.draft is not None:
             return _spec("draft", recipe.draft, recipe.cache.dtype, permissions)
@@ -319,9 +325,9 @@ def draft_degree(recipe: Recipe) -> int:
 
 
 def compiled_roles(plan: Plan) -> tuple[str, ...]:
-    """Return the roles of the models to compile: those whose layers have no fused form, or all if
-    the recipe asks for that. Raises `UsageError` if the recipe asks to compile a model with
-    quantised weights."""
+    """Return the roles of the models to compile: those whose layers have no fused kernels, or all
+    that can be compiled if the recipe sets run.compile to on. Raises `UsageError` if the recipe
+    asks to compile a model with quantised weights."""
     wanted = plan.recipe.run.compile
     if wanted == "off" or plan.no_compile is not None:
         return ()
@@ -344,11 +350,11 @@ def block_bytes_of(plan: Plan) -> tuple[int, int]:
 
 
 def cache_need(plan: Plan, longest: int) -> CacheNeed:
-    """Return the sizes that determine how large the run's caches must be. longest: the number of
-    tokens of its longest sequence."""
+    """Return the sizes that determine how many cache blocks the run needs. longest: the number of
+    tokens of the longest sequence."""
     recipe = plan.recipe
     rows = plan.draft.passes(plan.k).rows if plan.draft is not None else 0
-    k = max(plan.k, rows - 1)  # a draft pass may have more rows
+    k = max(plan.k, rows - 1)  # a draft pass may feed more tokens
     return CacheNeed(recipe.run.batch_size, longest, k, recipe.cache.block_size)
 
 

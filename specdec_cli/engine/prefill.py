@@ -1,7 +1,7 @@
 """Prefill: fills the caches of sequences in chunks. Each model processes a chunk in one pass.
 
-In plain decoding, prefill also decides the first output token. The host learns how long a chunk
-took only one step later.
+In plain decoding, prefill also decides the first output token. On a GPU, the host does
+not wait for the passes over a chunk: it reads their tokens and times during the next step.
 """
 
 import time
@@ -23,8 +23,9 @@ from specdec_cli.models.prompt_passes import Results
 
 
 class Moment:
-    """A point in time on the device. event: marks the current position in the device's queue of
-    work; None on a device without a queue, which uses the host's clock."""
+    """A point in time on the device. event: is recorded in the device's queue here, and
+    completes when the work queued before it is done; None on a CPU, where the host's clock is
+    used."""
 
     def __init__(self, event: torch.Event | None = None) -> None:
         self._at = time.perf_counter()
@@ -33,8 +34,8 @@ class Moment:
             event.record()
 
     def seconds_until(self, later: "Moment") -> float:
-        """Return the seconds from this moment to `later`. Waits until the device has reached
-        `later`."""
+        """Wait until the device has reached `later`, and return the seconds from this moment to
+        it."""
         if self._event is None or later._event is None:
             return later._at - self._at
         later._event.synchronize()
@@ -42,8 +43,8 @@ class Moment:
 
 
 class Moments:
-    """Makes the moments of one device. Only the last AT_ONCE moments are valid, because their
-    events are reused: the first recording of an event is slow."""
+    """Creates the moments of one device. Only the last AT_ONCE moments are valid, because all share
+    AT_ONCE events. Events are reused because recording a new one for the first time is slow."""
 
     AT_ONCE = 4  # two moments for each of two steps in flight
 
@@ -53,14 +54,14 @@ class Moments:
         self._events: Iterator[torch.Event | None] = cycle(made or [None])
 
     def now(self) -> Moment:
-        """Return the current moment. It is valid until AT_ONCE further moments have been taken."""
+        """Return the current moment. It is valid until `now` has been called AT_ONCE more times."""
         return Moment(next(self._events))
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The spans of tokens that the target and the proposer process in one step. ending: the
-    target's spans that feed the last token of a sequence."""
+    """The spans of tokens to feed to the target and to the proposer in one step. ending: those of
+    the target's spans that reach the last token of their sequence."""
 
     targets: list[Span]
     proposers: list[Span]
@@ -86,11 +87,14 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class PrefillStep:
-    """The passes over a chunk of prompts, which are queued and may still run.
+    """The passes over one chunk, which are queued on the device and may still be running.
 
-    begun: the start of the step, in seconds on the host's clock. halfway: the end of the target's
-    pass. end: the end of all passes. seqs: the sequences that took part. waiting: the sequences
-    that had no first token yet. drawn: the tokens that the passes decided.
+    begun: the start of the step, in seconds on the host's clock.
+    halfway: the end of the target's pass, where the proposer's pass begins.
+    end: the end of the last pass.
+    seqs: the sequences whose tokens are in the chunk.
+    waiting: the running sequences whose first output token was not decided before this chunk.
+    drawn: the tokens that the passes decide; None if they decide none.
     """
 
     begun: float
@@ -105,9 +109,9 @@ class PrefillStep:
 class Prefill:
     """Runs the prefill passes of one run. At most one step is in flight.
 
-    budget: the maximum number of tokens per chunk. parallel: the target's ranks. moments: takes
-    times on the target's device. ended_at: when the host read the last step, in seconds on its
-    clock.
+    budget: the maximum number of tokens per chunk. parallel: the ranks of the target. moments: a
+    source of times on the target's device. ended_at: when the host read the results of the last
+    step, in seconds on the host's clock.
     """
 
     target: PagedModel
@@ -122,18 +126,21 @@ class Prefill:
 
     @property
     def drawn(self) -> Drawn | None:
-        """The tokens that the passes in flight decide; None if they decide none."""
+        """The tokens that the passes in flight will decide; None if no pass in flight decides
+        any."""
         return self._step.drawn if self._step is not None else None
 
     def next_chunk(self) -> Chunk | None:
-        """Return the next tokens that the running sequences' caches lack, at most `budget`; None if
-        nothing is missing.
+        """Return the next tokens to prefill, at most `budget`: tokens of running sequences that a
+        cache lacks. Return None if no cache lacks any.
 
-        If the run proposes, the last token of each sequence is left to the first round, so that
-        this round can already propose the first output token. In plain decoding, prefill feeds the
-        last token, too, unless it is the only missing one or logits are processed; then a round
-        feeds it. A proposer also lacks tokens after rounds without proposals. A proposer that reads
-        hidden states processes the same tokens as the target.
+        - With proposals, prefill leaves the last token of each sequence to the first round, which
+          can then propose even the first output token.
+        - In plain decoding, prefill feeds the last token, too, and so decides the first output
+          token. A round does this instead if the last token is the only one that is missing, or if
+          logits are processed.
+        - The proposer's cache also lacks tokens after rounds without proposals.
+        - A proposer that reads hidden states gets the same tokens as the target.
         """
         proposer, reads, budget = self.proposer, self._reads_hidden, self.budget
         targets: list[Span] = []
@@ -155,8 +162,9 @@ class Prefill:
         return Chunk(targets, proposers) if targets or proposers else None
 
     def feed(self, chunk: Chunk, begun: float) -> list[tuple[Sequence, int]]:
-        """Queue the passes over a chunk. Then `settle` the previous chunk, and return the tokens
-        that its passes decided. begun: the start of the step, in seconds on the host's clock."""
+        """Queue the passes over a chunk. Then wait for the previous chunk with `settle`, and return
+        the tokens that its passes decided. begun: the start of the step, in seconds on the host's
+        clock."""
         features = drawn = None
         if chunk.targets:
             ending = chunk.ending if self._decides else []
@@ -192,8 +200,8 @@ class Prefill:
 
     def must_settle(self) -> bool:
         """Return whether the host must read the tokens of the passes in flight before it launches a
-        round. That is so if these tokens end all running sequences, or if the free blocks are too
-        few for a round."""
+        round. It must if these tokens are the last ones of all running sequences, or if there are
+        too few free blocks for a round."""
         if self.drawn is None:
             return False
         drawn = set(self.drawn.seqs)
@@ -201,8 +209,8 @@ class Prefill:
         return all(ends) or self.scheduler.is_short(1)
 
     def settle(self) -> list[tuple[Sequence, int]]:
-        """Wait for the passes in flight, if there are any. Add their time to their sequences, and
-        return the tokens that they decided."""
+        """Wait for the passes in flight, if there are any. Add the time that they took to the
+        sequences, and return the tokens that they decided."""
         if (step := self._step) is None:
             return []
         self._step = None
@@ -222,12 +230,15 @@ class Prefill:
         return list(zip(step.drawn.seqs, step.drawn.on_host.tolist(), strict=False))
 
     def _has_token(self, seq: Sequence) -> bool:
-        """Return whether a sequence's first token is decided, even if the host has not read it."""
+        """Return whether a sequence's first output token is decided, or will be by passes in
+        flight."""
         drawn = self.drawn
         return seq.first_token_at is not None or (drawn is not None and seq in drawn.seqs)
 
     def _drawn(self, seqs: list[Sequence], found: Results) -> Drawn:
-        """Start copying the next token of each of `seqs` to the host."""
+        """Return the next token of each of `seqs`, from the results of a pass: the tokens that it
+        drew itself, or else tokens that are sampled here. Their copy to the host is only
+        started."""
         if found.tokens is not None and found.told is not None:
             return Drawn(seqs, found.tokens, found.told)
         tokens = self._draw(seqs, found.logits)
@@ -255,12 +266,12 @@ class Prefill:
 
     @property
     def _decides(self) -> bool:
-        """Whether the prefill pass over a text's last token decides the next token."""
+        """True if the prefill pass over a sequence's last token also decides the next token."""
         return self.proposer is None and not self.params.changes_logits
 
     @property
     def _reads_hidden(self) -> bool:
-        """Whether the run's proposer reads the target's hidden states."""
+        """True if the run's proposer reads the target's hidden states."""
         return self.proposer is not None and bool(self.proposer.feature_layers)
 
     def _is_behind(self, seq: Sequence) -> bool:

@@ -1,9 +1,11 @@
-"""One round on device state: propose, score, decide, commit.
+"""One round on the state of a batch: propose, score, decide, commit.
 
-The host reads and decides nothing, so a round can be captured as one CUDA graph. On a CPU it runs
-eagerly. The module refers to no proposer, rule or policy by name. Legend: B slots, K proposal
-length. If a sequence had n tokens before a round that accepts a proposals, it has n + a + 1 tokens
-after it, of which n + a are in the target's cache.
+During a round, the host neither reads results nor decides anything, so a round can be captured as
+one CUDA graph. On a CPU it runs eagerly. This module works with any proposer, acceptance rule and
+length policy.
+
+If a sequence had n tokens before a round that accepts a proposals, it has n + a + 1 tokens after
+it, of which n + a are in the target's cache. Legend: B slots, K proposal length.
 """
 
 from dataclasses import dataclass, replace
@@ -25,9 +27,9 @@ from specdec_cli.lengths.base import LengthPolicy
 from specdec_cli.methods.base import Proposer
 from specdec_cli.models.paged import PagedModel
 
-# The stage that ends at each time stamp after the first. A single rank has no stamps for
-# broadcasts, and a proposer without `commit` has none for that. The last stamp is taken after the
-# state's update.
+# The stage that ends at each time stamp after the first. Some stamps are not taken: those after
+# broadcasts if there is one rank, and the one after `commit` if the proposer has no `commit`. The
+# last stamp is taken after the state has been updated.
 STAMPED = ("draft", "broadcast", "verify", "sample", "broadcast", "commit", "sample")
 NUM_STAMPS = len(STAMPED) + 1
 
@@ -36,9 +38,11 @@ NUM_STAMPS = len(STAMPED) + 1
 class RoundParts:
     """The models and settings that all rounds of a run use on this rank.
 
-    proposer: the source of proposals; None if the run proposes nothing. max_model_len: the target's
-    context length. eos_ids: int64 [E], the ids that end a sequence. parallel: the target's ranks;
-    rank 0 proposes and decides. processors: the target's logits processors, or None.
+    proposer: proposes tokens; None if the run proposes nothing.
+    max_model_len: the maximum number of tokens of a sequence.
+    eos_ids: int64 [E], the token ids that end a sequence.
+    parallel: the ranks of the target. Rank 0 proposes and decides.
+    processors: the target's logits processors; None if logits are not processed.
     """
 
     target: PagedModel
@@ -54,7 +58,11 @@ class RoundParts:
 
 @dataclass(slots=True, eq=False)
 class RoundRecord:
-    """A round's results for the host in one tensor, int64 [B * (K + 3) + NUM_STAMPS + 1]."""
+    """The results of a round that the host reads. They are in one tensor, so that one copy is
+    enough.
+
+    flat: int64 [B * (K + 3) + NUM_STAMPS + 1]. The properties below are views of its parts.
+    """
 
     flat: torch.Tensor
     batch_size: int
@@ -67,19 +75,19 @@ class RoundRecord:
 
     @property
     def rows(self) -> torch.Tensor:
-        """[B, K + 3], for each slot: K + 1 tokens, the number of accepted proposals, and the number
-        of proposals."""
+        """[B, K + 3]. The row of a slot has K + 1 tokens, the number of accepted proposals, and the
+        number of proposals."""
         return self.flat[: -NUM_STAMPS - 1].view(self.batch_size, self.k + 3)
 
     @property
     def stamps(self) -> torch.Tensor:
-        """[NUM_STAMPS] times in nanoseconds on the device's clock; 0 for a missing stamp."""
+        """[NUM_STAMPS], times in nanoseconds on the device's clock; 0 if a stamp was not taken."""
         return self.flat[-NUM_STAMPS - 1 : -1]
 
     @property
     def experts_read(self) -> torch.Tensor:
-        """[1], the number of distinct experts whose weights scoring read, summed over layers; 0 if
-        experts are not counted."""
+        """[1], the number of distinct experts whose weights the target's pass read, summed over
+        layers; 0 if experts are not counted."""
         return self.flat[-1:]
 
     def stage_ms(self) -> dict[str, float]:
@@ -139,8 +147,8 @@ def run_round(parts: RoundParts, state: BatchState, k: int, record: RoundRecord)
 
 
 def proposal_caps(parts: RoundParts, state: BatchState, k: int) -> torch.Tensor:
-    """Return the maximum number of tokens that each slot may propose, int64 [B]. It counts as
-    `Sequence.room` does."""
+    """Return the maximum number of tokens that each slot may propose, int64 [B]: the same limit as
+    `Sequence.room` and at most k, possibly lowered by the length policy."""
     if k == 0 or parts.proposer is None:
         return torch.zeros_like(state.length)
     room = (state.limit - 1).clamp_(max=min(parts.proposer.max_len, parts.max_model_len))

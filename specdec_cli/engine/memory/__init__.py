@@ -1,1 +1,1 @@
-"""The memory that a run takes on each rank: estimated from configs, or measured."""
+"""Determines how much memory a run needs on each rank: estimated from configs, or measured."""

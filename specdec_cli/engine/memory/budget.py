@@ -1,4 +1,4 @@
-"""Computes how many KV blocks fit on each rank beside both models, and how many a run can use."""
+"""Computes how many KV blocks fit into each rank's memory, and how many a run can use."""
 
 import os
 from dataclasses import dataclass
@@ -15,8 +15,12 @@ _CGROUP = "/sys/fs/cgroup"
 
 @dataclass(frozen=True, slots=True)
 class CacheNeed:
-    """The sizes of a run that determine the size of its caches. longest: the number of tokens of
-    the longest sequence. k: the run's largest k, or more if a draft pass has more rows."""
+    """The sizes of a run that determine how many cache blocks it needs.
+
+    longest: the number of tokens of the longest sequence. k: the largest number of tokens that a
+    round proposes, or one less than the number of tokens that a draft pass feeds per sequence, if
+    that is larger.
+    """
 
     batch_size: int
     longest: int
@@ -25,7 +29,8 @@ class CacheNeed:
 
     @property
     def blocks_per_sequence(self) -> int:
-        """The number of blocks for the longest sequence and the tokens of two more rounds."""
+        """The number of blocks that the longest sequence needs. They also have space for the tokens
+        of two more rounds."""
         return -(-(self.longest + 2 * (self.k + 1)) // self.block_size)
 
     @property
@@ -37,12 +42,15 @@ class CacheNeed:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One rank's memory in bytes, broken down by use.
+    """One rank's memory in bytes, broken down by use. The draft's sizes are zero on a rank that
+    holds no part of the draft.
 
-    activation_bytes: the peak memory of passes. graph_bytes: the memory of captured rounds.
-    other_bytes: memory outside torch, for other processes, the CUDA context, kernels and
-    communication. kv_budget_bytes: the memory that is left for both caches. The draft's sizes are
-    zero on a rank that holds no part of the draft.
+    activation_bytes: the peak memory of passes.
+    graph_bytes: the memory of captured rounds.
+    other_bytes: memory that torch does not manage. It is used by other processes, the CUDA context,
+        kernels and communication.
+    kv_budget_bytes: the memory that is left for both caches.
+    target_block_bytes, draft_block_bytes: the size of one block in each cache.
     """
 
     rank: int
@@ -64,7 +72,7 @@ class RankMemory:
 
     @property
     def fits(self) -> int:
-        """The number of blocks that would fit on this rank, whatever fits on others."""
+        """The number of blocks that would fit on this rank, regardless of other ranks."""
         return self.kv_budget_bytes // self.block_bytes
 
     @property
@@ -86,8 +94,8 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The memory of all ranks. Every rank gets the same number of blocks: as many as fit on the
-    rank with the least memory."""
+    """The memory of all ranks. Every rank gets the same number of blocks, namely as many as fit on
+    the rank where the fewest fit."""
 
     ranks: tuple[RankMemory, ...]
 
@@ -97,7 +105,7 @@ class Split:
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks on each rank, including block 0, which holds only padding."""
+        """The number of blocks on each rank, including block 0, which is used only for padding."""
         return self.limiting.fits
 
     def stranded_bytes(self, rank: RankMemory) -> int:
@@ -106,8 +114,8 @@ class Split:
         return rank.kv_budget_bytes - self.num_blocks * rank.block_bytes
 
     def check(self, block_size: int) -> None:
-        """Raise `NoRoomError` if even the smallest cache, of two blocks, does not fit. Its message
-        states the sizes."""
+        """Raise `NoRoomError` if not even two blocks fit, the minimum for a cache. The error's
+        message states the sizes involved."""
         least = self.limiting
         if least.fits >= 2:
             return
@@ -132,7 +140,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """A rank's memory in bytes, apart from weights and caches. The fields are those of
+    """A rank's memory in bytes, not counting weights and caches. The fields mean the same as in
     `RankMemory`."""
 
     total_bytes: int
@@ -158,14 +166,15 @@ def gpu_budget(cache: CacheSection, overhead: Overhead, weight_bytes: int) -> in
 
 
 def host_budget(cache: CacheSection, available: int, num_ranks: int) -> int:
-    """Return the bytes for both caches on each rank, if `num_ranks` ranks run on a host's CPU."""
+    """Return the bytes for both caches on each of the `num_ranks` ranks that share a host's CPU.
+    available: the host's available memory in bytes."""
     whole = int(available * CPU_SHARE) if cache.cpu_bytes is None else cache.cpu_bytes
     return whole // num_ranks
 
 
 def on_host(activation_bytes: int, weight_bytes: int) -> Overhead:
-    """Return the overhead of a rank on a CPU, if the host's memory is divided evenly among its
-    ranks. It includes activations, although the budget of the caches does not depend on them."""
+    """Return the overhead of a rank on a CPU. Each rank counts an equal share of the host's memory.
+    Activations are included for information: on a CPU, the caches' budget ignores them."""
     ranks = local_world_size()
     total = total_memory() // ranks
     taken = (total_memory() - available_memory()) // ranks
@@ -173,7 +182,8 @@ def on_host(activation_bytes: int, weight_bytes: int) -> Overhead:
 
 
 def room_now(device: torch.device, cache: CacheSection) -> int:
-    """Return the GPU bytes that the run may still use at the moment."""
+    """Return how many bytes of GPU memory the run may still allocate: what is free now, minus what
+    `gpu_memory_utilization` reserves for others. The result may be negative."""
     free, total = torch.cuda.mem_get_info(device)
     return int(free - (1.0 - cache.gpu_memory_utilization) * total)
 
@@ -186,8 +196,8 @@ def total_memory() -> int:
 
 
 def available_memory() -> int:
-    """Return the available host memory in bytes: Linux's estimate, or half of the total if there is
-    none; but not more than the control group's limit leaves."""
+    """Return the available host memory in bytes. This is the estimate in /proc/meminfo, or half of
+    the total if that has none; but no more than the control group's memory limit leaves."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
@@ -203,8 +213,11 @@ def available_memory() -> int:
 
 
 def _group_number(file: str, key: str | None = None) -> int | None:
-    """Read a number from a file of this process's control group (cgroup v2). Return None if there
-    is none. key: the word before the number."""
+    """Read a number from a file of this process's control group (cgroup v2), such as memory.max.
+
+    key: the word before the number, in a file with several; None for a file that holds a single
+    number. Return None if the file is missing or has no such number.
+    """
     try:
         with open(f"{_CGROUP}/{file}", encoding="ascii") as lines:
             for line in lines:

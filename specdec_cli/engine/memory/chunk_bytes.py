@@ -1,5 +1,5 @@
-"""Estimates the memory for the copies of keys and values that attention over long prompt chunks
-makes."""
+"""Estimates the memory of temporary copies: for a long prompt chunk, attention copies keys and
+values."""
 
 from typing import NamedTuple
 
@@ -12,8 +12,10 @@ from specdec_cli.models.draft import Draft
 
 
 class ChunkBytes(NamedTuple):
-    """The bytes of the copies on a GPU. first: for a prompt's first chunk. later: additional bytes
-    for later chunks."""
+    """The bytes that copies of keys and values take on a GPU. first: while a prompt's first chunk
+    is processed. later: how much more they take in later chunks, which also attend to earlier
+    tokens.
+    """
 
     first: int = 0
     later: int = 0
@@ -25,8 +27,8 @@ def prefill_tokens(plan: Plan, need: CacheNeed) -> int:
 
 
 def chunk_bytes(plan: Plan, need: CacheNeed) -> ChunkBytes:
-    """Return the bytes for first and for later chunks, each summed over this rank's models with
-    fused layers."""
+    """Return the bytes of the copies, summed over those of this rank's models that have fused
+    layers; other models make no copies."""
     tokens = min(prefill_tokens(plan, need), need.longest - 1)
     found = [
         _bytes_of(model, tokens, need.longest - 1)

@@ -1,4 +1,4 @@
-"""Estimates the memory that passes take, from the shapes of their tensors. See docs/memory.md."""
+"""Estimates the memory of passes from the shapes of their tensors. See docs/memory.md."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from specdec_cli.methods.registry import method_of
 from specdec_cli.models.draft import Draft
 from specdec_cli.models.prompt_passes import WIDTHS, width_of
 
-# cuBLAS's workspace per stream on Hopper, plus half-empty segments of small allocations.
+# cuBLAS's workspace per stream on Hopper, plus unused space in torch's segments for small tensors.
 _PER_STREAM = 32 * 2**20 + 22 * 2**20
 # Memory that a captured round takes in addition to the tensors in its pool.
 _PER_GRAPH = 16 * 2**20
@@ -35,14 +35,15 @@ COMMUNICATION_BYTES = 832 * 2**20
 
 
 class PassBytes(NamedTuple):
-    """The bytes of activations and of graphs, as in `engine.memory.budget.RankMemory`."""
+    """The bytes of activations and of CUDA graphs. They mean the same as `activation_bytes` and
+    `graph_bytes` of `engine.memory.budget.RankMemory`."""
 
     activation: int
     graphs: int
 
 
 def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
-    """Estimate the memory that the largest passes that `need` allows take on this rank."""
+    """Estimate this rank's memory during the largest passes that `need` allows."""
     chunk = prefill_tokens(plan, need)
     is_cuda = plan.device.type == "cuda"
     method = _method_bytes(plan, need)
@@ -52,7 +53,8 @@ def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
         each.append(of_chunks.first + of_chunks.later)
     if plan.captures_prompts:
         each.append(_prompt_graphs_bytes(plan, need))
-    # On CUDA, memory blocks that one model's pass frees seldom have a size that another can use.
+    # On CUDA, one model's pass can seldom reuse memory that another model's pass has freed, because
+    # the freed blocks have other sizes. So the sizes add up.
     prefill = sum(each) if is_cuda else max(each)
     if plan.no_cuda_graphs is not None:
         prefill = max(prefill, _eager_bytes(plan, need))
@@ -61,24 +63,26 @@ def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
     prefill += _PER_STREAM + cache_rounding(plan)
     if plan.no_cuda_graphs is not None:
         return PassBytes(prefill, 0)
-    # Captured rounds share a pool. Warm-up rounds leave the same amount in their stream's pool.
+    # The factor 2: captured rounds share one pool, and the warm-up rounds before them leave as much
+    # memory in another one.
     in_round = _passes_bytes(plan, need.batch_size) + method.in_round
     graphs = 2 * (in_round + _PER_STREAM) + len(slot_counts(need.batch_size)) * _PER_GRAPH
     return PassBytes(prefill, graphs + method.held)
 
 
 def _drawn(model: Draft, need: CacheNeed) -> int:
-    """Return the number of logit rows in a prefill pass. In plain decoding, the target's prefill
-    pass decides first tokens."""
+    """Return the maximum number of rows of logits in a prefill pass of `model`. Only the target's
+    pass may compute logits, one row per sequence: in plain decoding, it decides first tokens."""
     return need.batch_size if model.spec.role == "target" else 0
 
 
 def _prompt_graphs_bytes(plan: Plan, need: CacheNeed) -> int:
-    """Estimate the bytes of captured prefill passes: their pool, their inputs and results at fixed
-    addresses, and the graphs. A measurement counts this memory as activations."""
+    """Estimate the bytes of captured prefill passes: of their memory pool, of the buffers for
+    inputs and results, and of the graphs themselves. Like a measurement, count them as
+    activations."""
     largest = width_of(prefill_tokens(plan, need)) or WIDTHS[-1]
-    # A width has a separate graph for each number of logit rows, but few widths need all of these
-    # graphs.
+    # Each width has a separate graph for each number of logit rows that occurs with it. Few widths
+    # occur with all numbers, so count one graph per width, and each number once more.
     count = WIDTHS.index(largest) + 1 + len(slot_counts(need.batch_size))
     found = _PER_STREAM + count * len(plan.held) * _PER_PROMPT_GRAPH
     for model in plan.held:
@@ -92,11 +96,13 @@ def _prompt_graphs_bytes(plan: Plan, need: CacheNeed) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The device and the memory that each rank of a run is assumed to have.
+    """The device and memory that an estimate assumes for each rank of a run.
 
-    total_bytes: the memory of a GPU, or a CPU rank's share of its host's memory. available_bytes: a
-    CPU rank's share of the memory that is available. other_bytes: memory in use before anything is
-    loaded. is_limit: whether weights, activations and caches on a CPU must fit into total_bytes.
+    name: the kind of device, `cuda` or `cpu`.
+    total_bytes: the memory of a GPU, or a CPU rank's share of its host's memory.
+    other_bytes: the memory that is in use before anything is loaded.
+    available_bytes: a CPU rank's share of the host's available memory; unused for a GPU.
+    is_limit: True if, on a CPU, weights, activations and caches together must fit into total_bytes.
     """
 
     name: str
@@ -107,7 +113,8 @@ class Machine:
 
 
 def this_machine(device: torch.device, num_ranks: int) -> Machine:
-    """Describe a device of this host in its current state, if all ranks run on this host."""
+    """Describe this host's GPU or CPU with the memory that is in use now. All `num_ranks` ranks are
+    assumed to run on this host."""
     if device.type != "cuda":
         return Machine(
             "cpu",
@@ -154,9 +161,9 @@ def estimate_rank(plan: Plan, need: CacheNeed, machine: Machine) -> RankMemory:
 
 
 def draft_shares(plan: Plan, degree: int) -> list[tuple[int, int]]:
-    """Return for each rank the bytes of the draft's weights, and of one block of its cache, if the
-    draft is split over the first `degree` ranks. Raises `SetupError` if it cannot be split over so
-    many."""
+    """Return two sizes for each rank in bytes: of the draft's weights, and of one block of the
+    draft's cache. The draft is assumed to be split over the first `degree` ranks; other ranks have
+    zeros. Raises `SetupError` if it cannot be split over so many ranks."""
     assert plan.draft is not None
     found = [(0, 0)] * plan.parallel.size
     for rank in range(degree):
@@ -171,7 +178,7 @@ def _loaded_bytes(plan: Plan, model: Draft) -> int:
 
 
 def _eager_bytes(plan: Plan, need: CacheNeed) -> int:
-    """Estimate the bytes of the largest tensors in a round that is not captured."""
+    """Estimate the peak bytes of tensors during a round that is not captured."""
     batch = need.batch_size
     rows = batch * (plan.k + 1)
     found = _passes_bytes(plan, batch) + _method_bytes(plan, need).in_round
@@ -201,9 +208,12 @@ def _method_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
 
 
 def _changes_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
-    """Estimate the bytes for logits processing. These are the texts and a mask of their ids if
-    there is a repetition penalty; fp32 logits with three intermediate results; masks for all rows;
-    and the draft's fp32 logits, which are kept."""
+    """Estimate the bytes that logits processing takes: zero if nothing is processed.
+
+    A repetition penalty needs the sequences' tokens and a mask of the ids in each. A round needs
+    fp32 logits with three intermediate results and two masks for each of its rows, and also keeps
+    the draft's fp32 logits.
+    """
     if not plan.params.changes_logits:
         return MethodBytes()
     batch, vocab = need.batch_size, plan.target.vocab_size
@@ -213,7 +223,7 @@ def _changes_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
 
 
 def _passes_bytes(plan: Plan, batch: int) -> int:
-    """Estimate the bytes of the largest tensors in a round's scoring pass and draft passes."""
+    """Estimate the peak bytes of tensors in a round's passes: the target's and the draft's."""
     rows = batch * (plan.k + 1)
     found = _pass_bytes(plan, plan.target, rows, rows, gathers=False)
     for draft in plan.held[1:]:

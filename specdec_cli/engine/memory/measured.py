@@ -1,4 +1,4 @@
-"""Measures a rank's memory, broken down by use, by running the largest passes with small caches."""
+"""Measures what a rank's memory is used for, by running the largest passes with small caches."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -34,11 +34,10 @@ class Models:
 def measure_rank(
     plan: Plan, models: Models, need: CacheNeed, wire: Callable[[int], Engine]
 ) -> RankMemory:
-    """Measure this rank's memory, broken down by use, in the largest passes that `need` allows. All
-    ranks must call this.
+    """Run the largest passes that `need` allows, and return this rank's memory use, broken down by
+    purpose. All ranks must call this. Afterwards the models have no caches.
 
-    wire: builds an engine from `models` with a given number of blocks. The models are left without
-    caches.
+    wire: builds an engine from `models` with a given number of blocks.
     """
     requests, num_blocks = rehearsal(need, plan.recipe.run.prefill_chunk)
     params = replace(plan.params, max_new_tokens=2 * (plan.k + 1), stop=())
@@ -50,7 +49,8 @@ def measure_rank(
     def capture() -> None:
         engine.start(requests, plan.k, params)
 
-    # The largest captured prefill passes; a full chunk may be too long to be captured.
+    # Also run prompts that fill the largest captured prefill passes. The full batch may use none of
+    # these graphs, because its chunk may be too long to be captured.
     most = max(len(request.token_ids) for request in requests)
     widths = [] if engine.prompts is None else engine.prompts.largest
     left = _left_to_a_round(plan.k)
@@ -65,7 +65,8 @@ def measure_rank(
 
     if is_cuda:
         overhead = _on_gpu(plan, capture, run)
-        # The rehearsal feeds only the first chunk of a prompt.
+        # The measured run feeds only the first chunk of each prompt, so add an estimate of what
+        # later chunks take in addition.
         activation = overhead.activation_bytes + chunk_bytes(plan, need).later
         overhead = replace(overhead, activation_bytes=activation)
     else:
@@ -81,9 +82,12 @@ def measure_rank(
 
 @dataclass(slots=True)
 class TwoRounds:
-    """Arrivals that bring no requests, but end the run once `count` sequences have had two rounds.
-    With a fixed proposal length, later rounds take no more memory, and running them all could take
-    minutes on a CPU."""
+    """Arrivals that add no requests, but end the run once each of its `count` sequences has ended
+    or taken part in two rounds.
+
+    If the proposal length is fixed, later rounds take no more memory than the second one, and
+    running all of them could take minutes on a CPU.
+    """
 
     count: int
     _seqs: set[Sequence] = field(default_factory=set)
@@ -107,8 +111,8 @@ def _has_two_rounds(seq: Sequence) -> bool:
 
 
 def rehearsal(need: CacheNeed, prefill_chunk: int) -> tuple[list[Request], int]:
-    """Make a full batch of requests, and compute the number of blocks that it needs. The prompts
-    fill one prefill chunk, as far as the longest sequence allows."""
+    """Return a full batch of requests, and the number of blocks that it needs. The prompts fill one
+    prefill chunk together, unless that would make one of them longer than `need` allows."""
     longest_prompt = max(1, need.longest - need.k - 2)  # leaves space for a round with K = k
     left, unfed = prefill_chunk, _left_to_a_round(need.k)
     lengths = []
@@ -127,8 +131,8 @@ def _left_to_a_round(k: int) -> int:
 
 
 def weight_bytes(models: Models) -> tuple[int, int]:
-    """Return the bytes of the target's weights, and of the draft's weights without borrowed
-    ones."""
+    """Return the bytes of the target's weights and of the draft's weights. Weights that the draft
+    borrows from the target count only for the target."""
     target = models.target.storages
     draft = {} if models.draft is None else models.draft.storages
     own = draft.keys() - target.keys()
@@ -145,8 +149,8 @@ def rank_memory(plan: Plan, models: Models, overhead: Overhead) -> RankMemory:
 def memory_of(
     plan: Plan, device: str, overhead: Overhead, weights: tuple[int, int], kv_budget: int
 ) -> RankMemory:
-    """Put together a rank's memory. overhead, weights, kv_budget: bytes; weights are the target's
-    and the draft's."""
+    """Combine sizes into a `RankMemory`. weights: the bytes of the target's and of the draft's
+    weights. kv_budget: the bytes that are left for both caches."""
     target_block, draft_block = block_bytes_of(plan)
     return RankMemory(
         rank=plan.parallel.rank,
@@ -161,8 +165,8 @@ def memory_of(
 
 
 def _on_gpu(plan: Plan, capture: Callable[[], None], run: Callable[[], None]) -> Overhead:
-    """Measure the memory that torch reserves for captured rounds and passes, and memory outside
-    torch."""
+    """Call `capture` and `run`, and measure how much memory torch reserves for each. The rest of
+    the used memory is outside torch."""
     device = plan.device
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_reserved(device)
@@ -186,8 +190,8 @@ def _on_gpu(plan: Plan, capture: Callable[[], None], run: Callable[[], None]) ->
 
 
 def cache_rounding(plan: Plan) -> int:
-    """Return the bytes that rounding may add to the caches. Each layer allocates its keys and its
-    values separately, and each allocation is rounded up."""
+    """Return the bytes that the caches may take in addition because of rounding: each layer's keys
+    and each layer's values are an allocation, whose size torch rounds up."""
     return 2 * sum(len(held.layers) for held in plan.held) * SEGMENT
 
 
