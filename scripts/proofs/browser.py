@@ -86,7 +86,7 @@ _FOLDED = """
 _ROW = """
 () => {
   const tops = [...document.querySelectorAll("figure")]
-    .map((f) => Math.round(f.closest("section").getBoundingClientRect().top));
+    .map((f) => Math.round((f.closest("section") || f).getBoundingClientRect().top));
   return tops.length < 2 ? 99 : Math.max(...tops.map((y) => tops.filter((z) => z === y).length));
 }
 """
@@ -117,7 +117,9 @@ def problems(browser: Any, page_file: Path, view: View, shots: Path | None) -> I
     found: list[str] = page.evaluate(_LOOK, view.may_scroll)
     if shots is not None:
         shots.mkdir(parents=True, exist_ok=True)
-        page.screenshot(path=str(shots / f"{page_file.stem}-{view.name}.png"), full_page=True)
+        folder = page_file.resolve().parent.name
+        picture = shots / f"{folder}-{page_file.stem}-{view.name}.png"
+        page.screenshot(path=str(picture), full_page=True)
     page.close()
     yield from (*said, *found)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from specdec_cli.experiment.folders.conclusions import MemoryCost
 from specdec_cli.experiment.folders.records import Point
-from specdec_cli.experiment.statistics.evidence import NEGLIGIBLE, minutes_in_words
+from specdec_cli.experiment.statistics.evidence import NEGLIGIBLE, minutes_in_words, rounded_up
 from specdec_cli.report.findings import (
     Finding,
     fastest_with_proposals,
@@ -95,8 +95,10 @@ def _would_change(best: Finding, shown: Point | None) -> list[str]:
             return []
         minutes = needed.minutes
         time = f", {minutes_in_words(minutes, is_quiet=True)}" if minutes is not None else ""
-        many = "at least" if needed.at_least else "about"
-        return [f"more evidence: {many} {needed.prompts:,} prompts like these{time}"]
+        many = f"about {rounded_up(needed.prompts):,}"
+        if needed.at_least:
+            many = f"at least {needed.prompts:,}"
+        return [f"more evidence: {many} prompts like these{time}"]
     found = []
     if (told := _needed_acceptance(shown)) is not None:
         found.append(told)

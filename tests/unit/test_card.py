@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from specdec_cli.experiment.folders.conclusions import Needed
+from specdec_cli.experiment.statistics.evidence import needed_in_words
 from specdec_cli.report.card import card
 from specdec_cli.report.content import Content
 from specdec_cli.report.findings import best_by_batch_size
@@ -80,6 +82,17 @@ def test_few_prompts_ask_for_more_first(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(NEEDED, "at_least", True)
     told = dict(content_of(tmp_path, "inconclusive").card)["Would change it"]
     assert told.startswith("more evidence: at least 240 prompts like these")
+
+
+@pytest.mark.parametrize(("prompts", "told"), [(97, "97"), (116, "120"), (4321, "4,400")])
+def test_the_card_rounds_as_the_verdict_does(
+    prompts: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(NEEDED, "prompts", prompts)
+    shown = dict(content_of(tmp_path, "inconclusive").card)["Would change it"]
+    needed = Needed(prompts=prompts, minutes=1.0, at_least=False)
+    for text in (shown, needed_in_words(needed, 20, is_disturbed=True)):
+        assert f"about {told} prompts like these" in text
 
 
 def test_inconclusive_runs_advise_nothing(tmp_path: Path) -> None:

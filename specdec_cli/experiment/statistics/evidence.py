@@ -95,7 +95,7 @@ def needed_in_words(needed: Needed, count: int, *, is_disturbed: bool) -> str:
     if needed.at_least:
         told = f"{counted(count, 'prompt')} cannot tell how many would decide: measure at least"
         return f"; {told} {needed.prompts:,}"
-    which = f"about {_rounded(needed.prompts):,} prompts like these"
+    which = f"about {rounded_up(needed.prompts):,} prompts like these"
     if needed.prompts == count:
         which = "the same prompts again"
     time = ""
@@ -106,11 +106,11 @@ def needed_in_words(needed: Needed, count: int, *, is_disturbed: bool) -> str:
 
 def minutes_in_words(minutes: float, *, is_quiet: bool) -> str:
     """Write minutes in words: `about 12 quiet minutes`, or `a minute`."""
-    count, quiet = _rounded(math.ceil(minutes)), "quiet " if is_quiet else ""
+    count, quiet = rounded_up(math.ceil(minutes)), "quiet " if is_quiet else ""
     return f"about {count:,} {quiet}minutes" if count > 1 else f"a {quiet}minute"
 
 
-def _rounded(count: int) -> int:
+def rounded_up(count: int) -> int:
     """Round a count up to two digits."""
     unit = int(10 ** max(0, len(str(count)) - 2))
     return -(-count // unit) * unit
