@@ -139,7 +139,8 @@ class SweepTable(_Progress):
             *("batch", "k", "prompts", "tokens a round", "tokens/s", "x k = 0"),
         )
         for key in sorted(shown, key=lambda key: (Pair.of(key), key.draft or "", key.k)):
-            own, draft = without_errors(shown[key]), one_line(key.draft or _NO_DRAFT)
+            own = without_errors(shown[key])
+            draft = one_line((key.draft if key.k else None) or _NO_DRAFT)
             drafts, accepted = (
                 sum(getattr(s, name) for s in own.values())
                 for name in ("num_drafts", "num_accepted")
@@ -168,7 +169,8 @@ def watcher(total: int, unseen: Callable[[], Iterable[Sample]] = tuple, *, quiet
 def point_line(point: Point) -> str:
     """Describe a point in one line for logs."""
     at = f"batch {point.batch_size}" if point.request_rate is None else point.level_in_words
-    name = f"{point.draft or 'no draft'}, {at}, k={point.k}"
+    draft = (point.draft if point.k else None) or "no draft"
+    name = f"{draft}, {at}, k={point.k}"
     if point.target_tp is not None:
         of = f"draft TP {point.draft_tp}" if point.k else "k = 0"
         name = f"target TP {point.target_tp}, {of}, batch size {point.batch_size}"

@@ -199,7 +199,8 @@ def test_json_and_table(capsys: Capture) -> None:
     document = json.loads(result.out)
     assert result.code == 0 and [p["k"] for p in document["points"]] == [0, 1, 0, 1]
     assert set(document["best_by_batch_size"]) == {"1", "2"}
-    assert result.err.count("demo:draft, batch 2, k=") == 2  # one line per point
+    for name, k in (("no draft", 0), ("demo:draft", 1)):  # one line per point
+        assert result.err.count(f"{name}, batch 2, k={k}: ") == 1
     result = specdec(capsys, *options, "-q")
     assert result.code == 0 and "tokens a round" in result.out and "batch size 2: " in result.out
     line = r"first token, means: .* at k = 0 \(target's prefill .*\)"
@@ -224,8 +225,8 @@ def test_live_table() -> None:
     result = on_terminal("sweep-k", "demo", *QUICK, *ONCE, "--k", "1", "--limit", "2")
     assert result.code == 0, result.out
     assert "measuring" in result.out and "x k = 0" in result.out
-    for k in (0, 1):  # a finished point leaves a line
-        assert f"demo:draft, batch 1, k={k}: " in result.out
+    for name, k in (("no draft", 0), ("demo:draft", 1)):  # a finished point leaves a line
+        assert f"{name}, batch 1, k={k}: " in result.out
 
 
 def test_live_speeds_are_over_the_prompts_that_both_had() -> None:
@@ -535,7 +536,8 @@ def test_dry_run_loads_no_weights(
     monkeypatch.setattr("specdec_cli.backends.native.build", None)
     result = specdec(capsys, *SWEEP, "--dry-run", "-o", tmp_path / "run", "--json")
     document = json.loads(result.out)
-    assert result.code == 0 and document["num_samples"] == 12 and len(document["points"]) == 3
+    assert result.code == 0 and document["num_samples"] == 12
+    assert [p["draft"] for p in document["points"]] == [None, "demo:draft", "demo:draft"]
     assert not (tmp_path / "run").exists()
     low, high = document["seconds_range"]
     assert 0 < low < document["seconds"] < high

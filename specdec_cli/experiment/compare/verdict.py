@@ -85,8 +85,10 @@ def best_of(
             significant=False,
             verdict="inconclusive",
             needed=None,
+            decided_by=None,
             decode_tokens_per_second=None,
             speedup=None,
+            speedup_vs_equal_tp=None,
         )
     best = max(candidates, key=_speed_of)
     # Compare speeds only on prompts that ran in all pairs.

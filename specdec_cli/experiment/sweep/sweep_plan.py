@@ -225,6 +225,7 @@ def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]
     points = [
         {
             **key.as_dict(),
+            "draft": key.draft if key.k else None,
             "batch_size": b or None,
             "measured": key.k in s.measured_ks,
         }
