@@ -237,7 +237,7 @@ def test_live_speeds_are_over_the_prompts_that_both_had() -> None:
     table = view._render().renderables[0]
     assert isinstance(table, Table)
     cells = {str(c.header): list(c.cells) for c in table.columns}
-    assert (cells["draft"], cells["batch"], cells["k"]) == (["d", "d"], ["4", "4"], ["0", "2"])
+    assert (cells["draft"], cells["batch"], cells["k"]) == (["–", "d"], ["4", "4"], ["0", "2"])
     assert cells["x k = 0"] == ["1.00", "2.00"], "not 4, the ratio of all that was written"
 
 
