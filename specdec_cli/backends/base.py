@@ -208,11 +208,15 @@ class Backend(Protocol):
     """An engine. `prepare` makes the plan that the other functions take.
 
     is_native: whether this is our own engine. Only our own engine measures the stages of rounds,
-    forecasts acceptance and returns logits.
+    forecasts acceptance and returns logits. holds_caches: whether the recipe's `cache` section
+    applies; it does not to servers that are up already.
     """
 
     @property
     def is_native(self) -> bool: ...
+
+    @property
+    def holds_caches(self) -> bool: ...
 
     def prepare(
         self, recipe: Recipe, permissions: Permissions, largest: tuple[int, int] | None = None

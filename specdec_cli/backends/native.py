@@ -33,6 +33,7 @@ from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe import Recipe
 
 is_native = True
+holds_caches = True
 _REPORTED_PACKAGES = ("torch", "transformers", "triton", "tokenizers", "safetensors", "numpy")
 
 

@@ -317,6 +317,16 @@ class Asked:
             why = "speculation.method is none" if resolved.draft else "the recipe has no draft"
             typer.echo(f"warning: -k {k} has no effect: {why}", err=True)
 
+    def warn_of_servers(self, *, starts: bool) -> None:
+        """Warn the user about options that do not reach servers. starts: whether the command starts
+        the servers, with the recipe's target."""
+        unsent = ["draft_tp", "device", "num_blocks", "block_size"]
+        unsent += [] if starts else ["target_tp", "dtype"]
+        found = [OPTION_KEYS[name][0] for name in unsent if self.given.get(name) is not None]
+        if found and self.is_heard:
+            have = "has" if len(found) == 1 else "have"
+            typer.echo(f"warning: {', '.join(found)} {have} no effect on a server", err=True)
+
 
 def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the shared options, which it receives as its first argument, an `Asked`.

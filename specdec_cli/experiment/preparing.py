@@ -69,7 +69,7 @@ def warnings_of_job(job: Job, chat: str) -> list[Notice]:
     tokenizer, count, found = job.plan.tokenizer, len(job.prompts), other_sampling(job.plan)
     if job.plan.few_threads is not None:
         found.append(job.plan.few_threads)
-    if (kind := job.plan.recipe.cache.dtype) != "auto":
+    if (kind := job.plan.recipe.cache.dtype) != "auto" and job.backend.holds_caches:
         told = (
             f"keys and values are held in {kind} (cache.dtype), which changes the text: the same "
             "as without proposals, and not the same as with cache.dtype: auto. Compare with runs "

@@ -55,6 +55,10 @@ class ServerBackend:
         self._process: Process | None = None
         self._unknown: list[str] = []  # flags unknown to this version of the server
 
+    @property
+    def holds_caches(self) -> bool:
+        return not self.servers or bool(self.started)
+
     def __enter__(self) -> "ServerBackend":
         return self
 
