@@ -26,7 +26,7 @@ from specdec_cli.experiment.folders.generate_folder import (
 from specdec_cli.experiment.folders.record_lines import to_json
 from specdec_cli.experiment.folders.records import Point, Sample, given
 from specdec_cli.experiment.folders.run_folder import RunFolder
-from specdec_cli.experiment.folders.settings_file import unsaid
+from specdec_cli.experiment.folders.settings_file import earlier_environment, unsaid
 from specdec_cli.experiment.generation import (
     Job,
     Output,
@@ -126,6 +126,8 @@ def get_ready(
         shared = world.once(lambda: replace(kept, folder=None))
         kept = kept if world.is_first else shared
         notices += unsaid(kept.notices, notices)
+        if len(kept.done) == len(job.prompts):  # nothing is left to run
+            where = earlier_environment(path, where)
     ready = Ready(resolved, job, where, kept, notices, None)
     if not ready.left.prompts and not own.checks:
         return ready
@@ -148,7 +150,9 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
         raise UsageError(f"the prompt cannot run: {outputs[0].error}", hint)
     check = _checked(world, ready, outputs) if own.checks else None
     with world.outside():
-        found = [*watch.notices(), *failed_check(check)] if ready.session is not None else []
+        of_machine = watch.notices() if ready.session is not None else []
+        ready.kept.keep(of_machine)
+        found = [*of_machine, *failed_check(check)] if ready.session is not None else []
         found += remarks_of([samples])
         if ready.job.backend.is_native:
             found += [*unlisted_end(ready.job, outputs), *looped(ready.job, outputs)]
@@ -246,7 +250,8 @@ def _run(
                 metrics = ready.session.run(requests(unit), plan.k, plan.params, on_round)
             watch.look(at_end=True)
             if not done and metrics is not None:
-                return finish(), metrics, {}
+                peak = job.backend.peak_memory(job.plan)
+                return finish(), metrics.model_copy(update={"peak_memory_bytes": peak}), {}
         key, limit = key_of(job), job.plan.params.max_new_tokens
         peak = job.backend.peak_memory(job.plan)
         of_new = [sample_of(key, None, [one], limit, peak) for one in new.values()]

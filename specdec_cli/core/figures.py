@@ -246,7 +246,7 @@ class Metrics(Acceptance, Times):
     time from a prompt's admission to its first token. tpot_ms: the time per token after the first.
     num_rounds_without_proposal: a number of sequence-rounds, as `num_drafts` is.
     output_tokens_per_second: counts prefill and decode time. decode_tokens_per_second: counts only
-    decode time. peak_memory_bytes: only points have it. distinct_experts: the number of experts
+    decode time. peak_memory_bytes: added by commands. distinct_experts: the number of experts
     that scoring reads in a layer, as the mean over rounds and layers with experts.
     tokens_per_round: output tokens per sequence-round. num_tokens_from_prefill: output tokens that
     prefill decided, at k = 0; they count as rounds without proposals, but not as engine rounds, and

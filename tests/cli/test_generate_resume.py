@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from specdec_cli.backends import native
+from specdec_cli.errors import Notice
+from specdec_cli.experiment import machine
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from tests.cli.generate_helpers import PROMPTS, Result, generate, prompt_options
 
@@ -70,6 +73,23 @@ def test_a_killed_run_goes_on(
         assert again.code == 0 and texts(again) == texts(undisturbed)
     assert (moved / "samples.jsonl").read_text().splitlines() == lines
     assert len((moved / "points.jsonl").read_text().splitlines()) == 1
+
+
+def test_what_was_measured_under_is_kept(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise and environment are those of the run, not those of the command that finds it whole."""
+    noise = Notice("cpu_load", "8 processes were ready to run on 2 processors")
+    run = [*GIVEN, "--json", "-o", tmp_path]
+    with monkeypatch.context() as patch:
+        patch.setattr(machine.MachineWatch, "notices", lambda _: [noise])
+        patch.setattr(native, "environment", lambda _: {"device": "another"})
+        first = generate(capsys, *run)
+    again = generate(capsys, *run, "--resume", "--strict")
+    assert (first.code, again.code) == (0, 3) and again.err.count(noise.message) == 1
+    for found in (first, again):  # whatever the tests before took
+        assert found.document["metrics"].pop("peak_memory_bytes") > 1 << 20
+    assert again.document == first.document
 
 
 def test_plain_decoding_names_no_draft_and_goes_on(

@@ -30,7 +30,7 @@ class GenerateSettings(RunSettings):
 class Kept:
     """An opened run folder and what it contains.
 
-    folder: the folder, on rank 0 only; None on other ranks and if the run has no folder.
+    folder, settings: on rank 0 only; None on other ranks and if the run has no folder.
     done: the finished samples by prompt index.
     notices: the folder's warnings.
     """
@@ -38,6 +38,13 @@ class Kept:
     folder: RunFolder | None = None
     done: Mapping[int, Sample] = field(default_factory=dict)
     notices: Sequence[Notice] = ()
+    settings: GenerateSettings | None = None
+
+    def keep(self, found: Sequence[Notice]) -> None:
+        """Add warnings to the folder, so that a command that resumes the run repeats them."""
+        if self.folder is not None and self.settings is not None:
+            for one in found:
+                settings_file.keep_warning(self.folder, self.settings, one)
 
 
 def key_of(job: Job) -> Key:
@@ -79,7 +86,8 @@ def open_folder(
         notices=notices,
         own_prompts=own_prompts,
     )
-    return Kept(folder, done, settings_file.read_warnings(path) if is_old else ())
+    said = settings_file.read_warnings(path) if is_old else ()
+    return Kept(folder, done, said, settings)
 
 
 def point_of_run(
