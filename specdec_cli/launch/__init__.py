@@ -1,4 +1,4 @@
-"""Starts and watches the ranks of a command, or joins ranks that run already.
+"""Starts and watches the ranks of a command, or joins ranks that are already running.
 
-It knows nothing about models or about what the ranks compute.
+It does not depend on models or on what the ranks compute.
 """

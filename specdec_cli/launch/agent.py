@@ -1,9 +1,9 @@
 """The process between a command and its ranks. It imports the packages that all ranks need, and
 then forks the ranks.
 
-So a rank starts in a tenth of a second instead of four seconds. The agent waits for all ranks and
-records the order in which they end; the first rank to fail is the cause of a failure. This module
-is run as a file.
+Forked ranks share these imports, so a rank starts in a tenth of a second instead of four seconds.
+The agent waits for all ranks and records the order in which they end, because the first rank to
+fail is the cause of a failure. This module is run as a file.
 """
 
 import atexit
@@ -36,8 +36,11 @@ _LEAST = ("torch.distributed",)
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """The end of one rank's process. code: its exit code, or minus the signal that killed it. at:
-    seconds since the epoch."""
+    """Records how and when the process of a rank ended.
+
+    code: its exit code, or minus the number of the signal that killed it.
+    at: seconds since the epoch.
+    """
 
     rank: int
     code: int
@@ -51,7 +54,7 @@ def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
     """
     if not sys.platform.startswith("linux"):
         return
-    import ctypes  # imported here, because --help does not need it
+    import ctypes  # imported here to keep --help fast
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:  # the parent was gone before the call
@@ -66,12 +69,12 @@ def main(arguments: list[str]) -> None:
     if package not in sys.path:
         sys.path.append(package)
     is_ours = program[0].partition(".")[0] == "specdec_cli"
-    gc.disable()  # imported objects live to the end; traversing them takes a quarter of the time
+    gc.disable()  # saves a quarter of the import time; imported objects are never freed anyway
     for name in _SHARED if is_ours else _LEAST:
         # The ranks will meet the same error and report it.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    gc.freeze()  # a garbage collection in a rank would also copy shared memory pages
+    gc.freeze()  # else a rank's garbage collection writes to shared pages, which copies them
     gc.enable()
 
     ranks: dict[int, int] = {}  # ranks by process id
@@ -91,8 +94,8 @@ def main(arguments: list[str]) -> None:
     tied, tie = os.pipe()
     signal.signal(signal.SIGTERM, end_ranks)
     die_with(int(parent), signal.SIGTERM)
-    # Block SIGTERM while forking: a rank must not inherit the handler, and the handler must know
-    # every rank.
+    # Block SIGTERM while forking: no rank must run the inherited handler, and the handler must not
+    # run before it knows every rank.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     # Python warns about threads at a fork. They belong to OpenBLAS, which ends them before it.
     warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)

@@ -7,14 +7,15 @@ from typing import Any
 from specdec_cli.launch.quiet import meeting_quietly
 from specdec_cli.launch.rank import PeersMissing
 
-_PATIENCE_S = 10.0  # how long a failed rank waits for the other ranks to fail as well
+_PATIENCE_S = 10.0  # how long a rank whose step failed waits for the others to fail as well
 
 
 class Agreement:
-    """Tells each rank the outcome of a step on the other ranks. All ranks must create it at the
-    same point in the program. It has its own process group, since its messages must not be taken
-    for a model's collectives. patience_s: seconds that a rank whose step succeeded waits for the
-    others.
+    """Tells each rank how a step ended on the other ranks. All ranks must create it at the same
+    point in the program. It has its own process group, so that its messages cannot be mixed up with
+    the collectives of a model.
+
+    patience_s: the seconds for which a rank whose step succeeded waits for the others.
     """
 
     def __init__(self, world_size: int, patience_s: float) -> None:
@@ -28,11 +29,15 @@ class Agreement:
                 self._group = dist.new_group(backend="gloo", timeout=self._patience)
 
     def settle(self, problem: Exception | None, value: int) -> tuple[bool, list[int]]:
-        """Return whether the step failed (on every rank), and each rank's `value`.
+        """Exchange the outcome of a step with the other ranks. Returns whether the step failed,
+        which must be the same on every rank, and the `value` of each rank.
 
-        If only some ranks failed, or if ranks have started different collectives, the run cannot
-        continue. Failed ranks then raise `problem`, and the others raise `PeersMissing`, since
-        another rank is the cause.
+        problem: the error of the step on this rank; None if it succeeded.
+
+        If only some ranks failed, or if ranks have started different numbers of collectives, the
+        run cannot continue. Failed ranks then raise `problem`, and the others raise `PeersMissing`,
+        since another rank is the cause. Raises `RuntimeError` if the step succeeded here and the
+        other ranks do not answer in time.
         """
         if self._group is None:
             return problem is not None, [value]
@@ -72,7 +77,7 @@ class Agreement:
         import torch.distributed.distributed_c10d as c10d
 
         groups = [g for g in c10d._world.pg_map if not c10d._rank_not_in_group(g)]
-        # torch's stubs lack this name.
+        # torch's type stubs do not declare `_get_sequence_number_for_group`.
         begun = [(g.size(), g._get_sequence_number_for_group()) for g in groups]  # type: ignore[attr-defined]
         whole = sum(count for size, count in begun if size == dist.get_world_size())
         part = [count for size, count in begun if size < dist.get_world_size()]

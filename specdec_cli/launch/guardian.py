@@ -1,11 +1,12 @@
-"""The process between a command and its server. It makes sure that no process of the server is
-left.
+"""The process between a command and its server. It makes sure that no process of the server
+survives.
 
-`python -P guardian.py MARK SECONDS COMMAND...` runs a command in its own session. To stop it, write
-a line to standard input or close it. The process group then gets SIGTERM, and SIGKILL after
-SECONDS. When the command has ended, its exit code is written to standard output. Then every process
-that is left is killed: descendants, and processes with MARK in their environment. Runs only on
-Linux. Imports no other module of specdec, since it runs as a file.
+`python -P guardian.py MARK SECONDS COMMAND...` runs a command in its own session. To stop the
+command, write a line to the guardian's standard input, or close it. The command's process group
+then gets SIGTERM and, after SECONDS, SIGKILL. When the command has ended, its exit code is written
+to standard output. After that, every process that is left is killed: all descendants, and all
+processes with MARK in their environment. Runs only on Linux. It does not import other modules of
+specdec, because it is run as a file.
 """
 
 import contextlib
@@ -22,18 +23,18 @@ MARK = "SPECDEC_SERVER"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_S = 0.05
-_KILLS_S = 10.0  # time limit for killed processes to disappear
+_KILLS_S = 10.0  # how long to wait until killed processes are gone
 
 
 def main(mark: str, seconds: str, *command: str) -> int:
     libc, own = ctypes.CDLL(None), os.getpid()
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
-    def tied() -> None:  # the command's first process dies with this one
+    def tied() -> None:  # runs in the command's process, and lets it die with this one
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != own:
             os._exit(1)
-        for number in _IGNORED:  # a child would inherit this and ignore the stop
+        for number in _IGNORED:  # else the command would inherit SIG_IGN and ignore the stop
             signal.signal(number, signal.SIG_DFL)
 
     for number in _IGNORED:
@@ -67,7 +68,8 @@ def _tell(code: int) -> None:
 
 
 def _stop(child: "subprocess.Popen[bytes]", seconds: float) -> None:
-    """Ask the process group to end, wait up to `seconds` for its first process, then kill it."""
+    """Send SIGTERM to the command's process group, wait up to `seconds` for its first process to
+    end, then kill the whole group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,11 +1,12 @@
-"""A rank's heartbeat. It shows whether the main thread makes progress, and why it waits.
+"""The heartbeat of a rank. It shows whether the rank's main thread makes progress and, if not, what
+it is waiting for.
 
-A second thread looks at the main thread's stack. A rank counts as moving if the stack has changed
-or a step was counted. While models load, it also counts as moving if bytes were read, so that a
-long load does not look hung.
+A second thread looks at the main thread's stack. The rank has moved if the stack has changed or a
+step was counted since the last look. While models load, it has also moved if bytes were read, so
+that a long load does not look like a hang.
 
-Ranks that torchrun or srun started watch each other through their common store. A hung rank cannot
-report itself, so rank 0 watches all others, and they watch rank 0.
+Ranks started by torchrun or srun watch each other through torch's store. A hung rank cannot report
+itself, so rank 0 watches all others, and they watch rank 0.
 """
 
 import contextlib
@@ -34,10 +35,15 @@ BUSY, PEERS, OUTSIDE = "busy", "peers", "outside"
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The state of a rank's main thread at one moment. Times are seconds on this machine's
-    monotonic clock. moved_at: when the rank last moved. state: "busy"; "peers" (in a collective, or
-    waiting for the device); "outside" (waiting for a reader of its output). ready: whether the
-    rank's models are loaded. where: the innermost line of specdec's code.
+    """The state of a rank's main thread at one moment.
+
+    at: when the beat was made. All times are seconds on this machine's monotonic clock.
+    moved_at: when the rank last moved.
+    steps: the number of steps counted so far.
+    state: "busy"; "peers" (in a collective, or waiting for the device); or "outside" (waiting for a
+        reader of its output).
+    ready: whether the rank's models are loaded.
+    where: the innermost line of specdec's code on the stack.
     """
 
     rank: int
@@ -52,11 +58,11 @@ class Beat:
 
 def find_stuck(beats: Iterable[Beat], num_ranks: int, now: float, timeout_s: float) -> Beat | None:
     """Return the last beat of the rank that has held up the others for `timeout_s` seconds; None if
-    no rank has. Such a rank is busy and does not move while others wait. If all ranks wait for each
-    other, it is the rank with the fewest steps.
+    no rank has. Usually it is a busy rank that does not move while others wait. If all ranks wait
+    for each other, it is the rank with the fewest steps.
 
-    beats: the last beat of each rank. num_ranks: the number of ranks in the run; some may not have
-    sent a beat yet.
+    beats: the last beat of each rank.
+    num_ranks: the number of ranks in the run; some may not have sent a beat yet.
     """
     beats = list(beats)
     idle = {beat.rank for beat in beats if now - beat.moved_at > timeout_s}
@@ -68,7 +74,7 @@ def find_stuck(beats: Iterable[Beat], num_ranks: int, now: float, timeout_s: flo
         if len(waiting) == len(beats):
             suspects = waiting
         elif waiting and all(beat.ready for beat in beats):
-            suspects = busy  # the rank moves, but makes no progress
+            suspects = busy  # these ranks move, but others have waited for them too long
     return min(suspects, key=lambda beat: (beat.steps, beat.moved_at), default=None)
 
 
@@ -89,9 +95,9 @@ def read_beats(folder: Path) -> list[Beat]:
 class Heartbeat:
     """The heartbeat thread of one rank. Create it in the main thread.
 
-    on_beat: called with every beat. on_stop: called with the signal if SIGTERM or SIGHUP asked the
-    process to end and its main thread did not react, for example in a collective. It must not
-    return.
+    on_beat: called with every beat.
+    on_stop: called with the signal's number if SIGTERM or SIGHUP asked the process to end and the
+        main thread did not react, for example because it is in a collective. It must not return.
     """
 
     def __init__(
@@ -104,8 +110,8 @@ class Heartbeat:
         self._on_beat = on_beat
         self._on_stop = on_stop
         self._main = threading.get_ident()
-        # Python runs signal handlers only in the main thread, but it writes the signal's number to
-        # this descriptor at once.
+        # Python runs signal handlers only in the main thread, which may be stuck. But it writes the
+        # signal's number to this pipe at once, where the heartbeat thread can read it.
         self._asked, asking = os.pipe()
         os.set_blocking(asking, False)
         os.set_blocking(self._asked, False)
@@ -163,9 +169,8 @@ def bytes_read() -> int:
     own, total = str(threading.get_native_id()), 0
     for task in Path("/proc/self/task").glob("[0-9]*"):
         if task.name != own:
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # the thread has ended, or permission is missing
+            # The thread may have ended, or permission may be missing.
+            with contextlib.suppress(OSError, ValueError):
                 counts = dict(line.split(": ") for line in (task / "io").read_text().splitlines())
                 total += int(counts["rchar"]) + int(counts["read_bytes"])
     return total
@@ -198,8 +203,11 @@ def _where(frames: list[FrameType]) -> str:
 class PeerWatch:
     """Exchanges heartbeats with the other ranks. Only the heartbeat thread uses it.
 
-    store: torch's store, over a connection that nothing else uses, since a call may wait for a
-    frozen server. rank: this rank. size: the number of ranks, all of which are connected.
+    store: torch's store. Nothing else may use this connection, since a call may block while the
+        server of the store is frozen.
+    rank: this rank.
+    size: the number of ranks, all of which are connected.
+    timeout_s: how long a rank may hold up the others.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
@@ -217,8 +225,8 @@ class PeerWatch:
     def exchange(self, own: Beat) -> Beat | None:
         """Send this rank's beat and return the beat of a rank that holds up the others, if any.
 
-        Each host has its own clock, so another rank's times are counted from the arrival of its
-        last beat. Raises `RuntimeError` if the store does not answer.
+        Hosts have different clocks, so the beat of another rank is dated by the time at which it
+        arrived here. Raises `RuntimeError` if the store does not answer.
         """
         if own.at < self._next:
             return None

@@ -1,4 +1,4 @@
-"""Silences stderr while ranks connect. Exceptions report any failure."""
+"""Silences stderr while ranks connect. No error is hidden, since failures raise exceptions."""
 
 import os
 from collections.abc import Iterator

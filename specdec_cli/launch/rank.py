@@ -1,7 +1,9 @@
-"""One rank among several: silences its output, starts its heartbeat, and reports how it ended.
+"""The current process as one of several ranks: silences its output, starts its heartbeat, and
+reports how it ended.
 
-A rank that `specdec` started reports to its parent through the run's folder. A rank that torchrun
-or srun started reports to rank 0 through the store that all ranks share; rank 0 tells the user.
+A rank started by `specdec` reports to its parent through the run's folder. A rank started by
+torchrun or srun reports to rank 0 through the store that all ranks share, and rank 0 tells the
+user.
 """
 
 import contextlib
@@ -27,7 +29,7 @@ from specdec_cli.launch.reports import (
 )
 from specdec_cli.launch.seat import Seat
 
-_LINGER_S = 2.0  # time that a rank waits for other ranks' reports, since its exit ends those ranks
+_LINGER_S = 2.0  # how long a failed rank lets others report before its exit ends them
 
 
 class PeersMissing(SetupError):
@@ -37,9 +39,11 @@ class PeersMissing(SetupError):
 class Rank:
     """This process as one of several ranks. Create it once, in the main thread, before torch loads.
 
-    store: torch's store, through which ranks of torchrun or srun report; None until they are
-    connected. limit_s: the seconds after which a hung rank ends the run; None if a parent watches
-    the ranks. watch: watches the other ranks; None if a parent does so.
+    store: torch's store, through which ranks started by torchrun or srun report; None until they
+        are connected.
+    limit_s: the seconds after which a hung rank ends the run; None if a parent process watches the
+        ranks.
+    watch: watches the other ranks; None if a parent process does.
     """
 
     def __init__(self, seat: Seat, *, verbose: bool) -> None:
@@ -62,8 +66,8 @@ class Rank:
         return self.seat.folder is None and self.seat.rank == 0
 
     def end(self, report: Report) -> Report | None:
-        """Report the end of this rank. Return the report that this rank must show to the user, if
-        any."""
+        """Report how this rank ended. Returns the report that this rank must show to the user; None
+        if it must not show any."""
         self.heartbeat.stop()
         return self._tell(report)
 
@@ -85,7 +89,7 @@ class Rank:
             with contextlib.suppress(ValueError):  # only the main thread may set handlers
                 signal.signal(number, lambda *_: asked.set())
         if self.seat.folder is not None:
-            with contextlib.suppress(FileNotFoundError):  # the parent knew the cause and has ended
+            with contextlib.suppress(FileNotFoundError):  # the parent has ended, knowing the cause
                 write_report(self.seat.folder, report)
             if report.end is End.LOST_PEERS:
                 asked.wait(_LINGER_S)
@@ -97,15 +101,15 @@ class Rank:
             if self.store is None:
                 raise RuntimeError("the ranks have not met")
             self.store.set(key := f"report/{self.seat.rank}", report.to_json())
-            self.store.check([key])  # waits for an answer, which a lost store does not give
-        except RuntimeError:  # the ranks never met, or rank 0 is gone with the store
+            self.store.check([key])  # unlike `set`, raises if the store is gone
+        except RuntimeError:  # the ranks never connected, or rank 0 and its store are gone
             if self.seat.rank == 0:
                 return report
             if self.seat.rank == 1 and (report.end is End.LOST_PEERS or report.rank == 0):
                 self._speak()
                 return report if self.store is None or report.rank == 0 else _said_nothing(0)
             if self.store is None:
-                time.sleep(_LINGER_S)  # let rank 0 meet the same failure before torchrun ends it
+                time.sleep(_LINGER_S)  # so that rank 0 can fail and report before torchrun ends it
             return None
         if self.seat.rank == 1 and report.rank == 0:  # the hung rank cannot report itself
             self._speak()
@@ -116,7 +120,7 @@ class Rank:
         return root_cause(self._gather(report))
 
     def _speak(self) -> None:
-        """Give this silent rank its stderr back."""
+        """Restore the stderr of this rank, which was silenced."""
         if self._stderr >= 0:
             os.dup2(self._stderr, 2)
 
@@ -157,8 +161,8 @@ class Rank:
         try:
             return self.watch.exchange(beat)
         except RuntimeError:
-            # The store is gone, perhaps because the run is over, or it is frozen together with rank
-            # 0.
+            # The store is gone, perhaps because the run is over. Or rank 0 is frozen, and its store
+            # with it: then the call has waited until its timeout.
             self.watch = None
             if time.monotonic() - asked_at < limit_s:
                 return None
@@ -176,8 +180,8 @@ class Rank:
         os._exit(report.code)
 
     def _silence(self, *, verbose: bool) -> None:
-        """Silence a rank other than 0. The text that its libraries write to stderr goes to a file
-        or is dropped."""
+        """Silence a rank other than 0. Its stdout is dropped. Unless `verbose` is true, its stderr
+        goes to a file in the run's folder or, without a folder, is dropped."""
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, 1)
         if not verbose:
@@ -217,8 +221,9 @@ def how_it_ended(error: BaseException | None, code: int, *, failed: bool) -> End
 
 
 def _own_threads(seat: Seat) -> int | None:
-    """Return the number of threads for this rank's share of the cores; None if the user chose a
-    number."""
+    """Return how many threads torch may use on this rank: its share of the cores, or the number
+    that the parent chose. None if the user chose a number with OMP_NUM_THREADS or
+    MKL_NUM_THREADS."""
     chosen = os.environ.pop(seats.THREADS, None)
     if chosen is not None:
         return int(chosen)

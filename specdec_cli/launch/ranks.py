@@ -1,4 +1,5 @@
-"""Starts ranks on this machine, watches them, and finds out how they ended. Imports no torch."""
+"""Starts ranks on this machine, watches them, and finds out how they ended. Does not import
+torch."""
 
 import contextlib
 import json
@@ -22,7 +23,7 @@ from specdec_cli.launch.rank import num_cores, stuck
 from specdec_cli.launch.reports import End, Report, gone, last_words, read_reports, root_cause
 
 _LOOK_S = 0.1
-_SETTLE_S = 5.0  # after a failure, how long to wait for reports of its cause
+_SETTLE_S = 5.0  # how long to wait, after a failure, for a report of its cause
 _SETTLE_KNOWN_S = 0.3  # the same wait once a rank has reported its own error
 _STOP_S = 2.0  # seconds from SIGTERM to SIGKILL
 _LEAVE_S = 10.0  # seconds for processes to end after every rank has reported
@@ -36,14 +37,18 @@ def run_ranks(
     inputs: object = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Report:
-    """Run `program` (a module and its arguments) as `num_ranks` ranks until they end.
+    """Run `program` (a module and its arguments) as `num_ranks` ranks until they end. Returns the
+    report of the root cause if a rank failed, otherwise rank 0's report.
 
-    Returns the report of the root cause if a rank failed, otherwise rank 0's report. Rank 0 uses
-    the caller's standard streams. inputs: any picklable object, which every rank can read.
-    timeout_s: the seconds after which a hung rank ends the run. No process is left behind, even if
-    a signal handler raises an exception. Call it from the main thread: the ranks die with it.
+    Rank 0 uses the caller's standard streams. No process is left behind, even if a signal handler
+    raises an exception. Call this function from the main thread, because the ranks are killed when
+    the calling thread ends.
+
+    timeout_s: the seconds after which a hung rank ends the run.
+    inputs: any object that can be pickled; every rank can read it.
+    environ: the environment of the ranks.
     """
-    spinning.choose_spins()  # only once, here: a rank would take the other ranks for other work
+    spinning.choose_spins()  # before ranks start, since each would count the others as other work
     folder = Path(tempfile.mkdtemp(prefix="specdec-ranks-"))  # mode 0700
     try:
         if inputs is not None:
@@ -62,7 +67,7 @@ def _start(
     program: Sequence[str], num_ranks: int, folder: Path, environ: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
     arguments = [str(os.getpid()), str(folder), str(num_ranks), *program]
-    # -P, since a file in the current folder could shadow a module.
+    # Without -P, a file in the agent's folder could shadow a module.
     command = [sys.executable, "-P", str(Path(agent.__file__)), *arguments]
     env = {**environ, seat.FOLDER: str(folder)}
     if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & env.keys():
@@ -103,7 +108,8 @@ def _watch(
                 return root_cause(failures)
         elif is_over:
             return _launcher_failed(launcher.returncode)
-        # If this process was stopped (Ctrl-Z), it has not seen the ranks' latest beats.
+        # If this process was suspended (Ctrl-Z), the beats that it has read may be old: give the
+        # ranks a second to send new ones.
         if now - looked > 1:
             stuck_from = now
         if now - stuck_from > 1 or stuck_from == float("inf"):
@@ -121,12 +127,11 @@ def _watch(
 
 
 def _failures(folder: Path, reports: Mapping[int, Report], exits: Sequence[Exit]) -> list[Report]:
-    """Return the reports of failed ranks. Ranks that ended without a report get one here."""
+    """Return the reports of failed ranks. For a rank that ended without a report, make one."""
     found = []
     for report in reports.values():
-        if (
-            report.end is End.STOPPED
-        ):  # another process stopped the rank, since this process stops none while it watches
+        # This process stops no rank while it watches, so another process stopped this one.
+        if report.end is End.STOPPED:
             report = replace(report, code=ExitCode.RUN_FAILED)
         if report.end is not End.DONE:
             found.append(report)
@@ -141,7 +146,7 @@ def _launcher_failed(code: int) -> Report:
 
 
 def _exits(folder: Path) -> list[Exit]:
-    """Read which ranks have ended, in the order of their ends."""
+    """Read which ranks have ended, in the order in which they ended."""
     try:
         return [Exit(*end) for end in json.loads((folder / "exits").read_text())]
     except FileNotFoundError:
@@ -157,14 +162,15 @@ def _is_alive(pid: int) -> bool:
 
 
 def _stop(launcher: "subprocess.Popen[bytes]", folder: Path) -> None:
-    """End the launcher and the ranks with it. Returns when no process is left."""
+    """End the launcher, and with it the ranks. Returns when all are gone, or a second after the
+    launcher has ended."""
     try:
         if launcher.poll() is None:
             launcher.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(_STOP_S)
     finally:
-        launcher.kill()  # then the kernel kills the ranks
+        launcher.kill()  # the kernel then kills the ranks, as `die_with` asked it to
         launcher.wait()
     deadline = time.monotonic() + 1
     while time.monotonic() < deadline and any(_is_alive(b.pid) for b in read_beats(folder)):

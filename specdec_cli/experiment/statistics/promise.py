@@ -1,4 +1,5 @@
-"""The guarantee of lossless decoding, and the result of checking it, in words. Imports no torch."""
+"""Describes the promise that decoding is lossless, and the result of checking it, in sentences for
+the user. Does not import torch."""
 
 from collections.abc import Mapping
 
@@ -26,7 +27,8 @@ _SAMPLED = "sampled text follows the target's distribution, and is not compared 
 
 
 def tokens_line(tokens: Tokens) -> str | None:
-    """Say whether a run's points gave the same tokens; None if there was nothing to compare."""
+    """Describe whether all points of a run gave the same tokens; None if there was nothing to
+    compare."""
     if tokens.identical is None:
         return None
     if tokens.identical:
@@ -44,7 +46,7 @@ def tokens_line(tokens: Tokens) -> str | None:
 
 
 def check_line(check: CheckResult) -> str:
-    """Describe the result of `--check-lossless` in a line."""
+    """Describe the result of `--check-lossless` in one line."""
     compared, parted, count = check.num_compared, check.num_diverging, check.num_prompts
     of = f"{counted(count, 'prompt')}, {counted(compared, 'text')} against the target alone"
     if not parted:
@@ -65,8 +67,8 @@ def check_line(check: CheckResult) -> str:
 
 
 def lossless_in_words(summary: Summary) -> str | None:
-    """Describe in a line whether a run was lossless, with the guarantee; None if there is nothing
-    to say."""
+    """Describe in one line whether a run was lossless, and what specdec promises about it. Returns
+    None if there is nothing to say."""
     if (tokens := summary.tokens) is None:
         return None
     found = check_line(check) if (check := summary.lossless_check) is not None else None
@@ -87,12 +89,12 @@ def lossless_in_words(summary: Summary) -> str | None:
 
 
 def compare_tokens(settings: RunSettings, points: Mapping[Key, Samples]) -> Tokens:
-    """Compute the document's `tokens` from the samples of `points`, in their order.
+    """Compare the tokens of a run's points, and return the result for the run's JSON document.
 
-    Points are comparable if decoding is greedy and acceptance is not synthetic. The tokens of each
-    prompt are compared with those of the first point that has the prompt. In float32 a difference
-    is a fault. In narrower formats a different order of sums can flip near-ties, so the number of
-    diverging prompts is only informational.
+    Points are compared only if decoding is greedy and acceptance is not synthetic. The tokens of
+    each prompt are compared with those of the first point, in the order of `points`, that has the
+    prompt. In float32 a difference is a fault. In narrower formats a different order of summation
+    can flip near-ties, so the number of diverging prompts is only informational.
     """
     is_comparable = settings.is_greedy and not settings.has_given_acceptance
     reference: dict[int, list[int] | str | None] = {}
@@ -106,7 +108,7 @@ def compare_tokens(settings: RunSettings, points: Mapping[Key, Samples]) -> Toke
         if differing:
             labels = key.as_dict()
             if key.target_tp is not None:
-                del labels["draft"]  # comparisons have only one draft
+                del labels["draft"]  # the same at every point of a comparison
             diverging.append(
                 Diverging(
                     **labels,
@@ -124,7 +126,8 @@ def compare_tokens(settings: RunSettings, points: Mapping[Key, Samples]) -> Toke
 
 
 def tokens_notice(tokens: Tokens) -> list[Notice]:
-    """A warning if tokens differ although they must be identical."""
+    """Return a warning if tokens differ although they must be identical, otherwise an empty
+    list."""
     if not tokens.is_broken:
         return []
     told = (

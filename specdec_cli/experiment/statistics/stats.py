@@ -1,8 +1,9 @@
-"""Computes intervals and comparisons over prompts with the bootstrap.
+"""Bootstraps confidence intervals, and compares measures, over the prompts of a sweep.
 
 Every measure of a sweep is a product of sums over prompts, some of them in the denominator. Mean
-acceptance length is (accepted + drafts) / drafts. A speed-up is tokens / time over the same ratio
-at k = 0. The bootstrap resamples prompts, because rounds of one prompt are correlated.
+acceptance length is (accepted + drafts) / drafts. A speed-up is tokens / seconds, divided by tokens
+/ seconds at k = 0. The bootstrap resamples whole prompts, because rounds of one prompt are
+correlated.
 """
 
 import functools
@@ -22,24 +23,25 @@ Array = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.uint16]
 
 RESAMPLES = 2000
-_FEW = 8  # fewest prompts for the bootstrap; resamples of fewer are too similar
+_FEW = 8  # with fewer prompts there is no bootstrap, since its resamples would be too similar
 # 97.5 % points of Student's t for 1 to 6 degrees of freedom.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)
-# Lower bound on a resample's standard error, relative to that of the sample. A resample without the
-# one outlier may have nearly identical prompts, and dividing by its error would blow up the
-# interval.
+# Lower bound on a resample's standard error, relative to that of the sample. If the sample has one
+# outlier, a resample without it may have nearly identical prompts, and dividing by its tiny error
+# would blow up the interval.
 _LEAST_ERROR = 0.25
 _NORMAL = NormalDist().inv_cdf(0.975)
-_FEW_WITHOUT = 0.1  # smaller shares of rounds without proposals are not mentioned
-_CHUNK = 2_000_000  # values in memory at a time
+_FEW_WITHOUT = 0.1  # report rounds without proposals only if their share is larger
+_CHUNK = 2_000_000  # the maximum number of resample counts in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
 class SumRatio:
-    """A product of sums over prompts, each factor to the power +1 or -1.
+    """A measure: each column is summed over prompts, and the sums are multiplied or divided.
 
-    columns: fp64 [N, M], a row for each prompt. powers: +1 or -1 for each column; their sum is 0,
-    so that the measure does not grow with the number of prompts.
+    columns: fp64 [N, M], a row for each prompt.
+    powers: for each column, +1 if its sum is a factor and -1 if it is a divisor. They add up to 0,
+        so that the measure does not grow with the number of prompts.
     """
 
     columns: Array
@@ -70,10 +72,11 @@ def mean_acceptance_length(accepted: Sequence[float], drafts: Sequence[float]) -
 
 
 def proposing_rate(metrics: Metrics) -> float | None:
-    """The share of a run's rounds that proposed anything; None if it is nearly 1, or unknown.
+    """Return the share of a run's rounds in which the method proposed anything; None if that is
+    nearly every round, or if it is unknown.
 
-    `mean_acceptance_length` is over these rounds only. A draft model proposes in every round except
-    a text's last, but n-grams may find no proposal in most rounds.
+    `mean_acceptance_length` covers only these rounds. A draft model proposes in every round except
+    the last one of a text, but n-gram lookup may find no proposal in most rounds.
     """
     drafts, without = metrics.num_drafts or 0, metrics.num_rounds_without_proposal
     is_telling = drafts > 0 and without > _FEW_WITHOUT * (drafts + without)
@@ -81,8 +84,8 @@ def proposing_rate(metrics: Metrics) -> float | None:
 
 
 def among_rounds(metrics: Metrics) -> str:
-    """Return a suffix that says which rounds an acceptance length covers; "" if it covers nearly
-    all."""
+    """Return the suffix that tells the user which rounds a mean acceptance length covers; "" if it
+    covers nearly all."""
     rate = proposing_rate(metrics)
     return "" if rate is None else f" in the {100 * rate:.0f}% that proposed"
 
@@ -93,14 +96,14 @@ def speed(tokens: Sequence[float], seconds: Sequence[float]) -> SumRatio:
 
 
 def interval(measure: SumRatio, seed: int = 0, resamples: int = RESAMPLES) -> list[float] | None:
-    """The 95 % interval [low, high] of `measure`. It is None for fewer than three prompts, or if
-    all prompts are exactly alike, as when one batch begins and ends together and its prompts share
-    the time equally.
+    """Compute the 95 % interval [low, high] of `measure`. Returns None for fewer than three
+    prompts, or if all prompts are exactly alike. They are alike, for example, if they form one
+    batch that begins and ends together, since they then share its time equally.
 
-    This is the bootstrap-t of the logarithm, with the linearised standard error (Efron and
-    Tibshirani, An Introduction to the Bootstrap, chapter 12.5). The percentile interval is too
-    narrow for 20 prompts: `scripts/proofs/intervals.py` has the coverage of both. Below 8 prompts
-    Student's t takes the place of resampling.
+    The method is the bootstrap-t on the logarithm of the measure, with the linearised standard
+    error (Efron and Tibshirani, An Introduction to the Bootstrap, chapter 12.5). The percentile
+    interval would be too narrow for 20 prompts: `scripts/proofs/intervals.py` measures the coverage
+    of both. For fewer than 8 prompts, Student's t replaces resampling.
     """
     x, powers = measure.columns, np.array(measure.powers, float)
     n = len(x)
@@ -125,8 +128,8 @@ def interval(measure: SumRatio, seed: int = 0, resamples: int = RESAMPLES) -> li
 
 
 def _resamples(n: int, seed: int, resamples: int) -> Iterable[Counts]:
-    """Return how often each of the N prompts occurs in each resample, uint16 [R, N], in parts that
-    fit into memory."""
+    """Count how often each of the N prompts occurs in each resample. Returns uint16 arrays of N
+    columns, each small enough for memory; together they have a row for each resample."""
     step = max(1, _CHUNK // n)
     if resamples <= step:
         return (_kept_resamples(n, seed, resamples),)
@@ -137,8 +140,8 @@ def _resamples(n: int, seed: int, resamples: int) -> Iterable[Counts]:
 
 @functools.lru_cache(maxsize=16)
 def _kept_resamples(n: int, seed: int, resamples: int) -> Counts:
-    """Return cached counts: they take most of an interval's time, and a report computes hundreds of
-    intervals over the same prompts."""
+    """Draw all resamples at once and cache their counts, uint16 [R, N]. Drawing takes most of the
+    time of an interval, and a report computes hundreds of intervals over the same prompts."""
     return _drawn(np.random.default_rng(seed), n, resamples)
 
 
@@ -147,11 +150,11 @@ def _drawn(rng: np.random.Generator, n: int, size: int) -> Counts:
 
 
 def linear_interval(measure: SumRatio) -> list[float] | None:
-    """The 95 % interval of `measure` from its linearised standard error and Student's t, or None as
-    for `interval`.
+    """Compute the 95 % interval of `measure` from its linearised standard error and Student's t.
+    Returns None under the same conditions as `interval`.
 
-    It is fast, but too narrow for few and skewed prompts, so use it only for figures that decide
-    nothing, such as those in plots.
+    It is fast, but too narrow if prompts are few and skewed. Use it only for figures on which no
+    decision depends, such as those in plots.
     """
     x = measure.columns
     if len(x) < FEWEST or not np.isfinite(value := measure.value):
@@ -162,8 +165,8 @@ def linear_interval(measure: SumRatio) -> list[float] | None:
 
 
 def student(freedom: int) -> float:
-    """The 97.5 % point of Student's t: from a table for few degrees of freedom, else by the
-    expansion of Cornish and Fisher, whose error is at most 0.002 from 7 degrees on."""
+    """Return the 97.5 % point of Student's t. For few degrees of freedom it comes from a table.
+    From 7 degrees on it comes from the Cornish-Fisher expansion, with an error of at most 0.002."""
     if freedom <= len(STUDENT):
         return STUDENT[freedom - 1]
     z, n = _NORMAL, freedom
@@ -176,8 +179,9 @@ def student(freedom: int) -> float:
 
 
 def _error(x: Array, weights: Array, powers: Array) -> tuple[Array, Array]:
-    """Return the logarithm of the measure and its linearised standard error, both [R], for weights
-    [R, N]."""
+    """Compute the logarithm of a measure and its linearised standard error in each of R resamples,
+    both [R]. x: the measure's columns [N, M]. weights: how often each prompt counts in each
+    resample, [R, N]. powers: [M]."""
     n = x.shape[0]
     means = weights @ x / n  # [R, M]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -189,14 +193,15 @@ def _error(x: Array, weights: Array, powers: Array) -> tuple[Array, Array]:
 
 
 def measured_speed(samples: Iterable[Sample]) -> SumRatio:
-    """Return the measure of output tokens from rounds per second of round time."""
+    """Return the measure of decoding speed: output tokens from rounds, divided by the seconds that
+    these rounds took."""
     chosen = list(samples)
     return speed([s.decoded_tokens for s in chosen], [s.usual_seconds for s in chosen])
 
 
 def speedup(samples: Samples, baseline: Samples) -> SumRatio | None:
-    """Return the decoding speed relative to the same prompts at k = 0; None without common
-    prompts."""
+    """Return the decoding speed relative to k = 0, over the prompts that both have; None if they
+    have no prompt in common."""
     common = sorted(samples.keys() & baseline.keys())
     if not common:
         return None

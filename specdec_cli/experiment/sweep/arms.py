@@ -1,5 +1,9 @@
-"""The sessions of a sweep's arms. All arms share one target, or are loaded one at a time if memory
-is short. All ranks make the same calls in the same order."""
+"""Opens the sessions of a sweep's arms. An arm is one of the drafts, or one of the methods without
+a draft, that the sweep compares.
+
+All arms share one copy of the target. If memory does not suffice for all drafts, arms are loaded
+one at a time. All ranks must make the same calls in the same order.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +18,12 @@ from specdec_cli.launch.world import World
 
 @dataclass(slots=True)
 class Arms:
-    """Loads the arms of a plan. begin: called with a description of each load. failures: the
-    reasons why arms could not be loaded, by the arm's name. alternates: whether arms are loaded one
-    at a time, because they do not fit in memory together."""
+    """Loads the arms of a plan.
+
+    begin: called with a description of each load.
+    failures: for each arm that could not be loaded, by its name, the reason.
+    alternates: whether arms are loaded one at a time, because they do not fit in memory together.
+    """
 
     plan: SweepPlan
     world: World
@@ -27,7 +34,8 @@ class Arms:
     _weights: object = None
 
     def together(self, jobs: Sequence[Job]) -> dict[str | None, Session] | None:
-        """Open these arms and return their sessions by name, without arms that cannot be loaded.
+        """Load these arms together and return their sessions by name. Arms that cannot be loaded
+        are left out.
 
         If the arms do not fit in memory together, this call and all later ones return None.
         """
@@ -49,7 +57,7 @@ class Arms:
         return {name: self._sessions[name] for name in names if name in self._sessions}
 
     def alone(self, job: Job) -> Session | None:
-        """Open one arm in place of the previous one, and return its session; None if it cannot be
+        """Free all other arms, then load this one and return its session; None if it cannot be
         loaded."""
         self._forget()
         name = job.plan.proposer
@@ -58,11 +66,11 @@ class Arms:
         return self._sessions.get(name)
 
     def _load(self, job: Job, first: Session | None = None) -> None:
-        """Load an arm, beside `first` if given, and store its session or its failure. If it does
-        not fit beside `first`, store neither.
+        """Load an arm and store its session, or its failure. If `first` is given, load it beside
+        that session; if memory does not suffice for both, store neither.
 
-        Raises the error instead if it is the only arm, or if there are several ranks, since a rank
-        with a part of the draft may fail while the other ranks do not.
+        Raises the error instead of storing it if this is the only arm, or if there are several
+        ranks: a rank that holds a part of the draft may fail while the other ranks do not.
         """
         self.begin("loading models")
         self.world.loading()
@@ -84,7 +92,7 @@ class Arms:
             self._sessions[name] = found
 
     def _forget(self) -> None:
-        """Free all sessions, except for the target's weights."""
+        """Free all sessions, but keep the target's weights."""
         for session in self._sessions.values():
             session.forget_rounds()
         self._sessions.clear()

@@ -1,4 +1,4 @@
-"""Chooses the prompts, tokens and repeats of a sweep that fit into a given time. Loads no
+"""Chooses how many prompts, tokens and repeats of a sweep fit into a given time. Does not load
 weights."""
 
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
 from specdec_cli.recipe import Recipe
 from specdec_cli.text import counted
 
-_AIM = 0.7  # share of the minutes to plan for, because estimates are often too low
+_AIM = 0.7  # plan for only this share of the given time, because estimates are often too low
 _FEWEST_PROMPTS, _FEWEST_TOKENS, _USUAL_TOKENS = 8, 16, 64
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The size of a sweep. seconds: its approximate duration."""
+    """The size of a sweep. seconds: its estimated duration."""
 
     prompts: int
     max_new_tokens: int
@@ -33,9 +33,10 @@ class Fit:
 
 
 def fitting(plan: SweepPlan, seconds: float) -> Fit:
-    """Find the largest size of a sweep that takes at most `seconds`. Repeats are reduced first,
-    since intervals are over prompts. Then tokens are reduced to 64, prompts to 8, and tokens to 16.
-    Raises `UsageError` if even the smallest size takes longer."""
+    """Find the largest size of a sweep that should take at most `seconds`, with a margin for wrong
+    estimates. Repeats are reduced first, since intervals depend on the number of prompts, not on
+    that of repeats. Then tokens are reduced to 64, prompts to 8, and tokens to 16. Raises
+    `UsageError` if even the smallest size takes longer."""
     found = None
     for size in _sizes(plan):
         found = replace(size, seconds=_seconds(plan, size))
@@ -69,12 +70,12 @@ def _sizes(plan: SweepPlan) -> Iterator[Fit]:
 
 
 def sweep_seconds(plan: SweepPlan) -> float:
-    """The approximate duration of a planned sweep."""
+    """Estimate how many seconds a planned sweep takes."""
     return total_seconds(plan.measured_jobs, has_curve=max(plan.settings.ks) > 0)
 
 
 def _seconds(plan: SweepPlan, size: Fit) -> float:
-    """The approximate duration of a sweep of this size."""
+    """Estimate how many seconds the planned sweep takes if it has this size."""
     jobs = []
     for job in plan.jobs:
         recipe = of_size(job.plan.recipe, size)

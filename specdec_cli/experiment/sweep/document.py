@@ -1,6 +1,6 @@
-"""Builds the document of a sweep from its records.
+"""Builds the JSON document of a sweep.
 
-Everything is computed from the run folder.
+Everything in it is computed from what the run folder stores, so that it can be rebuilt from there.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -43,8 +43,9 @@ def points_at(
     failures: Mapping[Key, Failure],
     rate: Rate | None = None,
 ) -> list[Point]:
-    """Compute the points of one level from the records. A point shared by several arms occurs once,
-    at the start."""
+    """Compute the points at one batch size from the records. If requests arrive at given rates,
+    compute those at one rate. A point that several arms share is returned once, before the
+    others."""
     if (offered := settings.offered) is not None:
         keys = settings.keys(batch_size, settings.ks, rate)
         return points_at_rate(offered, records.samples, records.stretches, keys, failures)
@@ -55,7 +56,7 @@ def points_at(
         whys = dict.fromkeys(predicted, Failure("skipped", "predicted, not measured"))
         forecasts = forecasts_of(settings, records, draft, batch_size)
         for point in arm_points(records.samples, arm, whys | dict(failures), forecasts, seed):
-            # A baseline that all arms share has no acceptance, so it has no prediction.
+            # The k = 0 point that all arms share belongs to no arm, so it gets no prediction.
             if point.draft != draft:
                 point = point.model_copy(update={"prediction": None})
             found.setdefault(Key.of(point), point)
@@ -65,9 +66,10 @@ def points_at(
 def forecasts_of(
     settings: SweepSettings, records: SweepRecords, draft: str | None, batch_size: int
 ) -> Forecasts:
-    """Collect the data for an arm's predictions at a batch size."""
+    """Collect the data from which an arm's speeds at a batch size are predicted."""
     largest = records.samples[settings.key(draft, settings.batch_sizes[0], max(settings.ks))]
-    # Synthetic acceptance gives a different text at each k; at best the lengths agree.
+    # With synthetic acceptance, the text differs from one k to the next. A prediction is exact only
+    # if all texts have the same length at every k, because all end at the length limit.
     is_exact = settings.is_greedy and not settings.has_given_acceptance
     if settings.has_given_acceptance:
         ends = {sample.finish_reason for sample in largest.values()}
@@ -102,11 +104,11 @@ def sweep_document(
     failures: Collection[Failure] = (),
     check: CheckResult | None = None,
 ) -> tuple[dict[str, Any], ExitCode]:
-    """Build the document of `sweep-k --json` and summary.json, with an `error` if no point was
-    measured. Return it with the exit code.
+    """Build the JSON document for `sweep-k --json` and summary.json, and return it with the exit
+    code. It has an `error` if no point was measured.
 
-    failures: the failures in this run of the command. check: the result of the check for
-    losslessness, if one was asked for.
+    failures: the failures that happened in this process.
+    check: the result of `--check-lossless`; None if it was not given.
     """
     is_closed = settings.offered is None
     samples = {key: records.samples[key] for key in sorted(records.samples, key=order_of(settings))}
@@ -145,7 +147,8 @@ def _of_batches(
     points: Sequence[Point],
     warnings: Sequence[Notice],
 ) -> dict[str, Any]:
-    """The conclusions from points of closed batches."""
+    """Compute the conclusions of a sweep whose requests all wait from the start: the best point at
+    each batch size, the comparisons of arms, and the time curve."""
     by_size = {b: [p for p in points if p.batch_size == b] for b in settings.batch_sizes}
     gains = {}
     for b, at in by_size.items():
@@ -184,7 +187,8 @@ def _of_batches(
 def _at_rates(
     settings: SweepSettings, records: SweepRecords, points: Sequence[Point], _: object
 ) -> dict[str, Any]:
-    """The conclusions from load points."""
+    """Compute the conclusions of a sweep whose requests arrive at given rates: the best point at
+    each rate, and the rates up to which speculation pays."""
     best = {
         rate: best_at_rate([p for p in points if p.request_rate == rate], records.samples)
         for _, rate in settings.levels
@@ -201,8 +205,8 @@ def _at_rates(
 
 
 def order_of(settings: SweepSettings) -> Callable[[Key], tuple[float, ...]]:
-    """Return a function that gives a point's sort key: rate, batch size, draft in the given order,
-    and k."""
+    """Return a function that gives the sort key of a point: by rate, then batch size, then draft in
+    the order of the settings, then k."""
     places = {draft: place for place, draft in enumerate(settings.drafts)}
     return lambda key: (
         float(key.request_rate or 0.0),
@@ -213,7 +217,8 @@ def order_of(settings: SweepSettings) -> Callable[[Key], tuple[float, ...]]:
 
 
 def prompts_that_failed(samples: Iterable[Samples]) -> list[Notice]:
-    """A warning if prompts could not run. samples: the samples of each point, by prompt."""
+    """Return a warning if some prompts could not run, otherwise an empty list. samples: the samples
+    of each point, by prompt."""
     failed = {
         sample.index: sample.error or "no reason is known"
         for found in samples
@@ -240,10 +245,14 @@ def exit_code(
 ) -> ExitCode:
     """Return the exit code of a sweep or a comparison.
 
-    It is partial if a point or a prompt failed, if no prompt could run, or if `is_partial` is true.
-    If every point failed, it is the code of their failures. If tokens differ although they must be
-    identical, that takes precedence over missing results. samples: the samples of each point.
-    failures: the failures in this run of the command.
+    - LOSSLESSNESS if tokens differ although they must be identical, or if `check` did not pass.
+      This takes precedence over missing results.
+    - If every point failed: ENVIRONMENT if all ran out of memory, else the code that all `failures`
+      have in common, else RUN_FAILED.
+    - PARTIAL if some points or prompts failed, if no prompt could run, or if `is_partial` is true.
+
+    samples: the samples of each point.
+    failures: the failures that happened in this process.
     """
     points = [p for p in points if p.status != "skipped"]
     statuses = {p.status for p in points}

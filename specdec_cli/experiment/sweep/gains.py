@@ -1,6 +1,7 @@
-"""Computes the speed-ups of the points of one batch size over the same prompts, to compare them.
+"""Computes the speed-ups of all points at one batch size over the same prompts, so that points can
+be compared.
 
-Knows no engine and no folder.
+Does not depend on an engine or on the run folder.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,12 +25,14 @@ from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed, sp
 
 @dataclass(frozen=True, slots=True)
 class Gains:
-    """Speed-ups over k = 0, on the same prompts for all points.
+    """Speed-ups over k = 0, over the same prompts at all points.
 
-    points: the points that can be compared. measured, predicted: the measures of the points; only
-    one of the two is set. prompts: the prompts that are compared. num_parts: the number of parts of
-    the time curve, for predictions. seconds: how long measuring these prompts at these points took.
-    why_none: the reason why there are no points.
+    points: the points that can be compared.
+    measured, predicted: the speed-up of each point, as a measure; only one of the two is filled.
+    prompts: the prompts over which points are compared.
+    num_parts: the number of parts of the time curve that predictions use.
+    seconds: how long these prompts took at these points.
+    why_none: if there are no points, the reason.
     """
 
     points: Sequence[Point] = ()
@@ -49,12 +52,13 @@ class Gains:
         return self.predicted[key] if self.predicted else self.measured[key]
 
     def value(self, point: Point) -> float:
-        """The point's own speed-up, over all prompts measured both there and at k = 0."""
+        """Return the speed-up as stored in the point. It is over all prompts that were measured
+        both there and at k = 0, not only over those common to all points."""
         found = point.predicted_speedup if self.is_predicted else point.speedup
         return found or 0.0
 
     def interval(self, point: Point) -> Sequence[float] | None:
-        """The interval of the point's own speed-up."""
+        """Return the interval of the speed-up that `value` returns; None if it has none."""
         if not self.is_predicted or point.k == 0:
             return point.speedup_ci
         return point.prediction.speedup_ci if point.prediction is not None else None
@@ -83,13 +87,14 @@ def measured_gains(points: Sequence[Point], samples: Mapping[Key, Samples]) -> G
 def seconds_of(
     samples: Mapping[Key, Samples], points: Iterable[Point], prompts: Iterable[int]
 ) -> float:
-    """The seconds that the rounds of some prompts took at some points, summed over repeats."""
+    """Return how many seconds the rounds of these prompts took at these points, summed over
+    repeats."""
     chosen = list(prompts)
     return sum(sum(samples[Key.of(p)][i].decode_seconds) for p in points for i in chosen)
 
 
 def _why_not_compared(points: Sequence[Point]) -> str:
-    """The reason why no point with proposals has a speed-up."""
+    """Return the reason why no point with proposals has a speed-up."""
     if any(p.impossible_speedup is not None for p in points):
         return DISTURBED_BEYOND
     if any(p.k and p.status == "ok" for p in points):
@@ -101,8 +106,8 @@ def _why_not_compared(points: Sequence[Point]) -> str:
 
 
 def predicted_gains(points: Sequence[Point], forecasts: Mapping[str | None, Forecasts]) -> Gains:
-    """Compute the predicted speed-ups of points. forecasts: the data for the predictions of each
-    arm."""
+    """Compute the predicted speed-ups of points. forecasts: the data for predictions, by the name
+    of the arm's draft."""
     chosen = [p for p in points if p.predicted_speedup is not None]
     if not chosen:
         return Gains(why_none="nothing could be predicted")
@@ -123,8 +128,9 @@ def predicted_gains(points: Sequence[Point], forecasts: Mapping[str | None, Fore
 def compare_arms(
     points: Sequence[Point], gains: Gains, samples: Mapping[Key, Samples], seed: int
 ) -> list[Comparison]:
-    """Compare all pairs of arms at one batch size, each arm at its own fastest k. The faster arm
-    comes first, and plain decoding is an arm too. All comparisons are over the same prompts."""
+    """Compare every pair of arms at one batch size. Each arm, including plain decoding, is
+    represented by its fastest k. In each pair the faster arm comes first. All comparisons are over
+    the same prompts."""
     fastest: dict[str | None, Point] = {}
     for point in gains.points:
         name = point.draft if point.k else None
@@ -148,7 +154,8 @@ def compare_arms(
 
 
 def figures_of(ratio: Measure, seed: int) -> dict[str, Any]:
-    """Compute the figures of a `SpeedRatio`."""
+    """Compute the fields of a `SpeedRatio`: the ratio, its interval, and whether the two speeds are
+    tied, which they are if the interval contains 1. Without an interval, the last two are None."""
     ends = interval_of(ratio, seed)
     return {
         "speed_ratio": ratio.value,
@@ -160,8 +167,8 @@ def figures_of(ratio: Measure, seed: int) -> dict[str, Any]:
 def _by_category(
     arm: Point, other: Point, prompts: Iterable[int], samples: Mapping[Key, Samples], seed: int
 ) -> dict[str, SpeedRatio]:
-    """Compute the figures of a pair for each category. A category has no ratio if either point has
-    no valid speed-up for it."""
+    """Compare the speeds of two points over the prompts of each category. The fields of a category
+    are None if either point has no valid speed-up for it."""
     ours, theirs = samples[Key.of(arm)], samples[Key.of(other)]
     found = {}
     for name, chosen in prompts_by_category(ours, prompts).items():
@@ -176,6 +183,6 @@ def _by_category(
 
 
 def _is_valid(point: Point, category: str) -> bool:
-    """Whether a point has a possible speed-up for a category."""
+    """Return True if a point's speed-up in a category was measured and is possible."""
     row = point.per_category.get(category)
     return point.k == 0 or (row is not None and row.speedup is not None)

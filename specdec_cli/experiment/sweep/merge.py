@@ -36,7 +36,8 @@ R = TypeVar("R", Sample, ReplayText, CurvePart, Point, Stretch)
 
 
 def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], ExitCode]:
-    """Write the folder of the whole sweep. Returns its document and the exit code.
+    """Merge the shards in `paths` and write the run folder of the whole sweep to `output`. Returns
+    the sweep's document and the exit code.
 
     Raises `UsageError` if the folders are of different sweeps, or if two of them have the same
     prompt. A missing or unfinished shard only causes a warning that its prompts are missing.
@@ -44,7 +45,8 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
     shards = [read_settings(path) for path in paths]
     whole = replace(shards[0], shard=None)
     for path, settings in zip(paths[1:], shards[1:], strict=True):
-        # Drafts are identified by their recipe section, because one model may have two names.
+        # The names of drafts are not compared, since one model may have two names. Their recipe
+        # sections are compared instead.
         named = replace(settings, shard=None, drafts=whole.drafts)
         found = settings_difference(whole.as_dict(), named.as_dict())
         if found is not None:
@@ -90,8 +92,9 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
 
 
 def _recipe_for(output: Path, shard: Path) -> tuple[Recipe, str | None]:
-    """Return the recipe of the whole sweep, and the text of the prompts that its folder must
-    store."""
+    """Return the recipe of the whole sweep. If the shard's folder has its own copy of the prompts,
+    the recipe points to a copy in `output`, whose text is returned as well; otherwise the text is
+    None."""
     recipe = load_recipe(str(shard / "recipe.yaml"))
     data, own = recipe.data, shard / PROMPTS
     if data is None or data.path != os.path.abspath(own):
@@ -119,7 +122,8 @@ def _missing_shards(shards: Sequence[SweepSettings]) -> list[Notice]:
 
 
 def _several_dates(paths: Sequence[Path]) -> list[Notice]:
-    """A warning if the chat template wrote several dates into the prompts of these shards."""
+    """Return a warning if the chat template wrote different dates into the prompts of these
+    shards."""
     data = [load_recipe(str(path / "recipe.yaml")).data for path in paths]
     dates = sorted({one.date for one in data if one is not None and one.date is not None})
     if len(dates) < 2:
@@ -160,8 +164,9 @@ def _add(
 def _add_stretches(
     records: SweepRecords, path: Path, number: int, settings: SweepSettings, whole: SweepSettings
 ) -> None:
-    """Add the complete load points of one shard. Its requests are numbered after those of earlier
-    shards."""
+    """Add the completely measured load points of one shard. Its requests and time windows get the
+    numbers that follow those of earlier shards. Raises `UsageError` if an earlier shard has one of
+    its prompts."""
     own = SweepRecords()
     for record in (*_read(path, Sample, settings, whole), *_read(path, Stretch, settings, whole)):
         own.enter(record)
@@ -183,13 +188,14 @@ def _twice(path: Path, index: int, k: int) -> UsageError:
 
 
 def _lacks(key: Key, whole: SweepSettings, records: SweepRecords) -> bool:
-    """True if a point lacks prompts."""
+    """Return True if some of the sweep's prompts were not measured at a point."""
     found = {sample.index for sample in records.samples[key].values()}
     return len(found) < int(whole.prompts["count"])
 
 
 def _failures(path: Path, settings: SweepSettings, whole: SweepSettings) -> dict[Key, Failure]:
-    """Return the points that failed in a shard. Other shards cannot complete them."""
+    """Return the points that failed in a shard, with the reasons. They stay incomplete, since no
+    other shard has this shard's prompts."""
     last = {Key.of(point): point for point in _read(path, Point, settings, whole)}
     return {
         key: Failure(point.status, f"{path.resolve().name}: {point.reason}")
@@ -199,7 +205,7 @@ def _failures(path: Path, settings: SweepSettings, whole: SweepSettings) -> dict
 
 
 def _missing(whole: SweepSettings, records: SweepRecords) -> list[Notice]:
-    """Warnings for points that lack prompts."""
+    """Return a warning if points lack prompts, otherwise an empty list."""
     prompts = ({s.index for s in found.values()} for found in records.samples.values())
     most, count = max(map(len, prompts), default=0), whole.prompts["count"]
     short = [key for key in whole.measured_keys if _lacks(key, whole, records)]

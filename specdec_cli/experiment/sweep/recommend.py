@@ -1,4 +1,4 @@
-"""Recommends a k: computes the contract's `best` among a sweep's points."""
+"""Recommends a draft and a k: computes `best` in the document of a sweep."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,13 +18,15 @@ from specdec_cli.text import counted
 def recommend(
     points: Sequence[Point], gains: Gains, seed: int, disturbed: Sequence[Notice] = ()
 ) -> Best:
-    """Compute the contract's `best` among the points of one batch size, over all drafts.
+    """Recommend one of the points of one batch size, over all drafts.
 
-    Candidates are the points that are tied with the fastest and faster than k = 0 beyond chance.
-    The draft is that of the fastest candidate. k is the smallest among the candidates with that
-    draft, or 0 ("no speculation") without candidates. In sweeps with predicted points, predictions
-    replace measured speeds and pass the same test. disturbed: signs that something disturbed the
-    times; if there are any, no recommendation is called significant.
+    Candidates are the points that are tied with the fastest point and significantly faster than
+    k = 0. The recommended draft is that of the fastest candidate, and k is the smallest among the
+    candidates with that draft. Without candidates, k is 0 ("no speculation"). In sweeps with
+    predicted points, predictions replace measured speeds and pass the same test.
+
+    disturbed: warnings that something disturbed the times. If there are any, no recommendation is
+        called significant.
     """
     candidates = list(gains.points)
     if not candidates:
@@ -34,15 +36,15 @@ def recommend(
     fastest = candidates[choice.best]
     paying = [p for p in tied if _pays(p, gains)]
     if paying:
-        # Take the draft of the fastest point or, if that does not pay, of the fastest point that
-        # does. A smaller k is preferred only for the same draft, since proposals of different
-        # drafts differ in cost.
+        # Take the draft of the fastest point or, if that point is not significantly faster than
+        # k = 0, of the fastest point that is. A smaller k is preferred only for the same draft,
+        # since proposals of different drafts differ in cost.
         draft = max(paying, key=lambda p: (p is fastest, gains.value(p))).draft
         chosen = min((p for p in paying if p.draft == draft), key=lambda p: p.k)
     else:
         chosen = next(p for p in candidates if p.k == 0 and p.draft in (fastest.draft, None))
-    # After an interruption, a point's own gain and its comparison with other points may come from
-    # different prompts.
+    # `tied` may lack the chosen k: after an interruption, the comparison with k = 0 and the
+    # comparison with the other points may be over different prompts.
     same_draft = {chosen.k} | {p.k for p in tied if p.draft == chosen.draft or p.k == 0}
     proposing = [p for p in candidates if p.k]
     ends = [gains.interval(p) for p in proposing]
@@ -80,8 +82,8 @@ def recommend(
 def recommend_by_category(
     gains: Gains, samples: Mapping[Key, Samples], seed: int, disturbed: Sequence[Notice] = ()
 ) -> dict[str, Best]:
-    """Compute a recommendation for each category; empty for fewer than two categories and for
-    predictions."""
+    """Recommend a point for each category. Returns an empty dict if there are fewer than two
+    categories, or if speed-ups are predicted."""
     if gains.is_predicted or not gains.points:
         return {}
     prompts = sorted(gains.prompts)
@@ -112,15 +114,16 @@ def has_several_drafts(points: Sequence[Point]) -> bool:
 
 
 def in_words(k: int, draft: str | None, *, with_draft: bool) -> str:
-    """The name of a point. with_draft: whether to add the draft, or the method if it needs none; k
-    = 0 has neither."""
+    """Return the name of a point for the user. with_draft: whether to add the draft, or the method
+    if it has no draft; never added at k = 0."""
     if not with_draft or not k:
         return f"k = {k}"
     return f"k = {k} with {'' if without_draft(draft) else 'draft '}{draft}"
 
 
 def _pays(point: Point, gains: Gains) -> bool:
-    """True if a point is faster than k = 0 beyond chance, or at all if it has no interval."""
+    """Return True if a point is significantly faster than k = 0. If its speed-up has no interval,
+    it only has to be faster."""
     ends = gains.interval(point)
     return point.k > 0 and (ends[0] if ends is not None else gains.value(point)) > 1.0
 
@@ -128,9 +131,10 @@ def _pays(point: Point, gains: Gains) -> bool:
 def _reason(
     chosen: Point, fastest: Point, gains: Gains, least_tied: int, *, with_draft: bool, is_open: bool
 ) -> str:
-    """Explain the recommendation in words.
+    """Explain the recommendation to the user.
 
-    least_tied: the smallest tied k with the chosen draft. is_open: whether the verdict is open.
+    least_tied: the smallest tied k with the chosen draft.
+    is_open: whether the verdict is inconclusive.
     """
     gain_of, count = gains.value, len(gains.prompts)
     over = f" over {counted(count, 'prompt')}"

@@ -1,7 +1,7 @@
-"""Runs a sweep: the order of its points, and the handling of failures.
+"""Runs a sweep: chooses the order of its points and handles failures.
 
-Every rank runs the same points in the same order and keeps the same records in memory; only rank 0
-has a folder and computes points.
+Every rank runs the same points in the same order and keeps the same records in memory. Only rank 0
+has a run folder and computes points.
 """
 
 import logging
@@ -35,7 +35,8 @@ _MOST_PASSES = 4  # maximum times to load each arm per batch size, if arms are l
 
 @dataclass(eq=False)
 class Sweep(Running):
-    """A sweep whose batch sizes all use the same sessions."""
+    """A sweep that goes through the batch sizes in turn and uses the same sessions for all of
+    them."""
 
     def __post_init__(self) -> None:
         plan, samples = self.plan, self.records.samples
@@ -51,12 +52,11 @@ class Sweep(Running):
 
     @property
     def notices(self) -> list[Notice]:
-        """Warnings about the machine and about this run's way of measuring."""
+        """Warnings about the machine, about jumps in speed where the run was resumed, and about
+        arms that were loaded one at a time."""
         found = self._watch.notices()
-        for (
-            key,
-            earlier,
-        ) in self._earlier.items():  # times that changed when this process resumed
+        # Speeds may have changed between the process that measured `earlier` and this one.
+        for key, earlier in self._earlier.items():
             size = key.batch_size
             own = {of: s for of, s in self.records.samples.items() if of.batch_size == size}
             found += seams_in(own, earlier)
@@ -70,9 +70,12 @@ class Sweep(Running):
         return [*found, Notice("arms_alternate", told, {"most_passes": _MOST_PASSES})]
 
     def run(self) -> list[Point]:
-        """Measure everything that is not recorded yet. Returns the points of the whole sweep, on
-        rank 0. Raises if the only draft cannot be loaded. With several drafts on one rank, the
-        points of a draft that cannot be loaded fail."""
+        """Measure everything that is not recorded yet. Returns the points of the whole sweep on
+        rank 0, and an empty list on other ranks.
+
+        Raises the error if the only draft cannot be loaded, or if there are several ranks.
+        Otherwise the points of a draft that cannot be loaded are recorded as failed.
+        """
         points: list[Point] = []
         if self.plan.settings.offered is not None:
             return self._run_at_rates()
@@ -85,8 +88,9 @@ class Sweep(Running):
         return points
 
     def _run_at_rates(self) -> list[Point]:
-        """Measure points at rates. Each point runs without interruption, so arms take turns point
-        by point."""
+        """Measure the points at which requests arrive at a given rate. Each point is measured
+        without interruption, so arms alternate after each point rather than after each group of
+        prompts."""
         settings, jobs, points = self.plan.settings, self.plan.jobs, list[Point]()
         size, loads = settings.batch_sizes[0], {job.plan.proposer: job for job in jobs}
         keys = [key for key in settings.measured_keys if not self.records.stretches[key]]
@@ -119,14 +123,16 @@ class Sweep(Running):
         return points
 
     def _keys_of(self, job: Job, batch_size: int, ks: Iterable[int]) -> list[Key]:
-        """The points of one arm, without k = 0 if all arms share it."""
+        """Return the keys of one arm's points. They include k = 0 only if the arm does not share
+        that point with other arms."""
         draft = job.plan.proposer
         keys = (self.plan.settings.key(draft, batch_size, k) for k in ks)
         return [key for key in keys if key.draft == draft]
 
     def _open_jobs(self, batch_size: int) -> list[Job]:
-        """Return the arms that lack samples or data for predictions at a batch size. If only the k
-        = 0 that all arms share is incomplete, return the first arm."""
+        """Return the arms that still lack samples or data for predictions at a batch size. If all
+        are complete except for the k = 0 point that they share, return the first arm, which can
+        measure it."""
         settings, jobs = self.plan.settings, self.plan.jobs
         found = [job for job in jobs if self._is_open(job, batch_size)]
         shared = [key for key in settings.keys(batch_size, [0]) if settings.shares_baseline]
@@ -145,14 +151,16 @@ class Sweep(Running):
         )
 
     def _lack(self, job: Job, measured: Iterable[Key], timed: Iterable[Key]) -> bool:
-        """True if samples of an arm's prompts or parts of the time curve are missing."""
+        """Return True if an arm lacks samples at a point in `measured`, or parts of the time curve
+        at a point in `timed`."""
         indices = {prompt.index for prompt in job.prompts}
         return any(indices - self.records.samples[key].keys() for key in measured) or any(
             len(self.records.costs[key]) < curve_parts(job, key.batch_size) for key in timed
         )
 
     def _measure_all(self, jobs: Sequence[Job], batch_size: int) -> None:
-        """Measure arms together or, if memory is short, in alternating passes over the prompts."""
+        """Measure all arms together. If memory does not suffice, load them in turn, and let each go
+        through a part of the prompts before the next one is loaded."""
         units = range(len(units_of(jobs[0], batch_size)))
         if (sessions := self._arms.together(jobs)) is not None:
             self._measure(jobs, sessions, batch_size, units)
@@ -186,10 +194,13 @@ class Sweep(Running):
         batch_size: int,
         numbers: Sequence[int],
     ) -> None:
-        """Measure some units of a batch size, one after another, at the points of the arms that
-        have sessions. Then release these sessions' CUDA graphs.
+        """Measure a batch size on some groups of prompts. Each group runs at all points of the
+        loaded arms before the next group starts. Afterwards, release the CUDA graphs of these
+        sessions.
 
-        whole: the sessions, opened for the largest batch. numbers: the places of the units.
+        whole: the sessions by arm, opened for the largest batch; arms without a session are
+            skipped.
+        numbers: the indices of the groups in `units_of`.
         """
         jobs = [job for job in jobs if job.plan.proposer in whole]
         if not jobs:
@@ -199,8 +210,9 @@ class Sweep(Running):
         for name, session in whole.items():
             sessions[name] = session.resized(batch_size)
             if sessions[name] is not session:
-                session.forget_rounds()  # CUDA graphs captured for the largest batch
-        # If all arms share plain decoding, the first arm that reads no hidden states runs it.
+                session.forget_rounds()  # frees CUDA graphs captured for the largest batch
+        # If all arms share k = 0, measure it in the session of the first arm whose draft does not
+        # read the target's hidden states or, if all drafts read them, in that of the first arm.
         plain = min(jobs, key=lambda job: job.plan.reads_hidden)
         hosts = {job.plan.proposer: job for job in jobs}
         if settings.shares_baseline:
@@ -213,7 +225,7 @@ class Sweep(Running):
         loop = self._loop(session_of)
         self._begin("warming up")
         cold = keys
-        if not self._backend.is_native:  # send no warm-up to servers that have answered everything
+        if not self._backend.is_native:  # do not warm up servers that have nothing left to answer
             cold = [key for key in keys if self._lack(hosts[key.draft], [key], [])]
         loop.warm_up({key: hosts[key.draft] for key in cold})
         self._begin("measuring")
@@ -253,9 +265,12 @@ class Sweep(Running):
     def _check(
         self, hosts: Mapping[str | None, Job], session_of: Callable[[Key], Session], batch_size: int
     ) -> None:
-        """Compare texts with those of the target alone, if --check-lossless is given. The texts are
-        the run's own if it is greedy, else greedy texts of a few prompts. hosts: the job of each
-        arm that was measured at this batch size."""
+        """Compare texts with those of the target alone, if `--check-lossless` is given. If the run
+        is greedy, these are its own texts; otherwise a few prompts are decoded greedily for the
+        check.
+
+        hosts: the job of each arm that was measured at this batch size.
+        """
         settings = self.plan.settings
         if self.check is None or not (settings.is_greedy or batch_size == settings.batch_sizes[0]):
             return
@@ -276,7 +291,8 @@ class Sweep(Running):
             self.check.compare(session, key, texts_of(job, written, plain))
 
     def _cost(self, loop: MeasuringLoop, unit: Job, key: Key, part: int) -> None:
-        """Measure one part of the time curve at one k, on the prompts of a unit."""
+        """Measure the cost of rounds at one point on a group of prompts, and record it as one part
+        of the time curve."""
         m = loop.run(key, unit, unit.plan.params)
         assert m is not None and m.num_drafts is not None and m.num_rounds is not None
         without = m.num_rounds_without_proposal - m.num_tokens_from_prefill
@@ -297,8 +313,8 @@ class Sweep(Running):
         return max(self._backend.peak_memory(self._own), self._peak_memory)
 
     def _forecast(self, unit: Job, session: Session) -> None:
-        """For predictions, record the acceptance probabilities of proposals on the outputs of the
-        largest k."""
+        """Compute and record how likely the target is to accept each proposal along the outputs of
+        the largest k. Speeds at smaller k are predicted from this. unit: the group of prompts."""
         k = max(self.plan.settings.ks)
         key = self.plan.settings.key(unit.plan.proposer, session.batch_size, k)
         for index in self._without_text(unit):
@@ -309,7 +325,8 @@ class Sweep(Running):
             try:
                 found = session.forecast(request, sample.token_ids, k, unit.plan.params)
             except Exception as problem:
-                # The other ranks may be inside the same pass.
+                # With several ranks, the others may still wait for this rank inside the same pass,
+                # so that the sweep cannot go on.
                 if self.world.size > 1 or not is_out_of_memory(problem):
                     raise
                 _log.warning("prompt %d: no memory to predict from it", index)
@@ -329,7 +346,8 @@ class Sweep(Running):
             )
 
     def _without_text(self, job: Job) -> list[int]:
-        """The indices of the prompts with a sample at the largest k but without a replay record."""
+        """Return the indices of the prompts that have a sample at the largest k, but no record for
+        predictions yet."""
         settings, draft = self.plan.settings, job.plan.proposer
         if max(settings.ks) == 0 or not self._backend.is_native:
             return []
@@ -345,9 +363,9 @@ class Sweep(Running):
         ]
 
     def _guarded(self, key: Key, run: Callable[[], object]) -> None:
-        """Run a part of a point. If it fails, the point has failed and the sweep goes on.
+        """Run a part of a point. If it fails, record the point as failed and go on with the sweep.
 
-        With several ranks, all of them must fail at the same place.
+        With several ranks, the sweep can go on only if all ranks fail at the same step.
         """
         if key in self.failures:
             return
@@ -357,9 +375,9 @@ class Sweep(Running):
         except (SetupError, UsageError):
             raise
         except Exception as caught:
-            # All ranks raise two kinds of errors at the same place: a failure found by rank 0, and
-            # a lack of memory in a pass. If there are several ranks, any other error ends the
-            # sweep.
+            # All ranks raise two kinds of errors at the same step: a failure found by rank 0, and
+            # a lack of memory in a pass. Any other error may hit only some of several ranks, and
+            # then ends the sweep.
             is_common = isinstance(caught, RunError) or is_out_of_memory(caught)
             if self.world.size > 1 and not is_common:
                 raise

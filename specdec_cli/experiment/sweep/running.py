@@ -1,6 +1,10 @@
-"""The common part of all sweeps: it keeps records, shows progress and measures load points. Also
-sweeps that start one server after another, each for all batch sizes. A server has one k, so arms
-take turns after each server, not after each group of prompts."""
+"""The base class of all sweeps, which keeps records, shows progress and measures load points, and
+the sweeps that start their own servers.
+
+A load point is measured while requests arrive at a given rate. A server is started for each draft
+and k and measured at all batch sizes. Points therefore alternate less often than in other sweeps:
+only when the server changes, not after each group of prompts.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -27,8 +31,11 @@ _log = logging.getLogger("specdec")
 
 @dataclass(eq=False)
 class Running:
-    """Runs a plan. records: all finished work. It is the same on every rank, because it determines
-    the remaining work; only rank 0 has a folder."""
+    """Runs a plan.
+
+    records: all finished work. It must be the same on every rank, because each rank derives the
+        remaining work from it. Only rank 0 writes it to a folder.
+    """
 
     plan: SweepPlan
     records: SweepRecords
@@ -37,7 +44,7 @@ class Running:
     check: LosslessCheck | None = field(default=None, init=False)
     failures: dict[Key, Failure] = field(default_factory=dict, init=False)
     clock: SweepClock = field(default_factory=SweepClock, init=False)
-    # The arms and ks already warmed up for load points.
+    # The pairs of draft and k that are warmed up for load points.
     _warm: set[tuple[str | None, int]] = field(default_factory=set, init=False)
 
     def _points(self, batch_size: int, rate: Rate | None = None) -> list[Point]:
@@ -65,8 +72,8 @@ class Running:
         return MeasuringLoop(session_of, self.world, self._keep, self._most_memory, self._guarded)
 
     def _measure_at_rate(self, key: Key, job: Job, session: Session) -> None:
-        """Measure a load point without interruption. If its arm and k are new, first run a closed
-        batch as a warm-up."""
+        """Measure a load point without interruption. Before the first load point of an arm and k,
+        run a batch whose requests all wait from the start, as a warm-up."""
         if (key.draft, key.k) not in self._warm:
             self._begin("warming up")
             self._loop(lambda _: session).warm_up({key: job})
@@ -83,10 +90,11 @@ class Running:
         )
         self.clock.rounds += seconds
         self._keep(key, samples)
-        self.records.add(stretch)  # samples count once this record is written
+        self.records.add(stretch)  # last, since a resumed run drops samples that lack it
 
     def _guarded(self, key: Key, run: Callable[[], object]) -> None:
-        """Run a part of a point, unless an earlier part failed."""
+        """Run a part of a point, and record the point as failed if it raises `RunError`. Do nothing
+        if the point has failed already."""
         if key in self.failures:
             return
         try:
@@ -111,7 +119,7 @@ class Starter(Protocol):
 
 @dataclass(eq=False)
 class StartedSweep(Running):
-    """A sweep that starts its servers."""
+    """A sweep that starts its own servers, one after another."""
 
     starter: Starter
 
@@ -136,7 +144,8 @@ class StartedSweep(Running):
         return {p.index for p in job.prompts} - self.records.samples[key].keys()
 
     def _on_a_server(self, keys: list[Key], job: Job) -> None:
-        """Start the server of these points and measure them at their batch sizes or rates."""
+        """Start the server for these points, which differ only in batch size or request rate, and
+        measure them. If the server fails, record the points as failed."""
         try:
             self._begin("starting a server")
             self.starter.start(job.plan, keys[0].k, self.watcher.told)

@@ -1,5 +1,5 @@
-"""Creates, resumes and reads the run folder of a sweep. Also takes the samples at k = 0 from
-another run."""
+"""Creates, resumes and reads the run folder of a sweep. Also reads the k = 0 samples of another
+run, to serve as the baseline."""
 
 import math
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: b
         return sum(map(len, records.samples.values())) < plan.num_samples
 
     if resume and (path / settings_file.SETTINGS).exists():
-        read_settings(path)  # raises for damaged settings
+        read_settings(path)  # only to raise an error if the settings are damaged
     records.folder = folder = settings_file.opened(
         *(path, plan.settings, plan.recipe, where, load),
         resume=resume,
@@ -46,7 +46,7 @@ def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: b
 
 
 def read_settings(path: Path) -> SweepSettings:
-    """The settings of a sweep's folder. Raises `UsageError` if the folder has none, and
+    """Read the settings from a sweep's folder. Raises `UsageError` if the folder has none, and
     `SetupError` if they are damaged."""
     found = settings_file.kept_settings(path, SweepSettings)
     if not found:
@@ -74,7 +74,7 @@ def finish(
         check=sweep.check.result if sweep.check is not None else None,
     )
     if plan.jobs[0].backend.is_native:
-        # Both modules import torch, which merging does not need.
+        # Imported here, because both modules import torch, which merging does not need.
         from specdec_cli.experiment.duration import own_plan
         from specdec_cli.experiment.memory import memory_cost
 
@@ -87,7 +87,8 @@ def finish(
 
 
 def _earlier_clock(path: Path) -> SweepClock:
-    """The clock in the folder's summary; zeros without a summary."""
+    """Read the clock from the folder's summary.json. Returns zeros if there is no summary, or if
+    its times are not valid."""
     try:
         found = settings_file.read_json(path / "summary.json")["measuring"]
         times = [float(found[name]) for name in ("rounds", "measuring", "processor")]
@@ -109,8 +110,8 @@ def _where(plan: SweepPlan) -> dict[str, Any]:
 
 
 def _by_draft(plan: SweepPlan) -> dict[str, dict[str, Any]]:
-    """Return the parts of each draft's environment that differ between drafts, such as the way
-    their checkpoints are read."""
+    """Return each draft's environment, reduced to the values that differ between drafts, such as
+    how the checkpoint is read."""
     each = {str(job.plan.proposer): job.backend.environment(job.plan) for job in plan.jobs}
     return {
         name: {
@@ -123,10 +124,11 @@ def _by_draft(plan: SweepPlan) -> dict[str, dict[str, Any]]:
 
 
 def samples_of(folder: Path, plan: SweepPlan) -> list[Sample]:
-    """Read the samples of the plan's prompts at k = 0 from another run's folder, as samples of the
-    plan's own arm.
+    """Read the k = 0 samples of the plan's prompts from another run's folder. They are returned
+    with the keys that the plan gives to its own k = 0 points.
 
-    Raises `UsageError` if the folder has none, or if they are for different prompts or settings.
+    Raises `UsageError` if the folder has no such samples, or if they are for different prompts or
+    settings.
     """
     name = f"--baseline: {one_line(str(folder))}"
     refuse_special_files(folder)

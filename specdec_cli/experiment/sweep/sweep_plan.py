@@ -1,4 +1,5 @@
-"""The plan of a sweep: its settings, a job for each draft, and the dry run. Loads no weights."""
+"""Plans a sweep: its settings, a job for each draft, and the document of `--dry-run`. Does not load
+weights."""
 
 import os
 from collections.abc import Sequence
@@ -25,12 +26,14 @@ _LONG_S = 3600.0  # for a longer sweep, the plan mentions --minutes
 
 @dataclass(slots=True)
 class SweepPlan:
-    """A checked sweep, whose weights are not loaded yet.
+    """A sweep whose settings were checked, but whose weights are not loaded yet.
 
-    recipe: the command line's resolved recipe. jobs: one for each draft, with this shard's prompts.
-    notices: further warnings, the same for all shards. own_prompts: the text of the prompts if the
-    run folder must store them, because no other file does. check_lossless: whether to compare texts
-    with those of the target alone.
+    recipe: the command line's resolved recipe.
+    jobs: one for each draft, with this shard's prompts.
+    notices: warnings that are the same for all shards.
+    own_prompts: the text of the prompts if the run folder must store them, because they are in no
+        other file; otherwise None.
+    check_lossless: whether to compare texts with those of the target alone.
     """
 
     recipe: Recipe
@@ -68,10 +71,13 @@ def plan_sweep(
     shard: tuple[int, int] | None = None,
     check_lossless: bool = False,
 ) -> SweepPlan:
-    """Plan a sweep: check it and tokenise the prompts. recipes: a recipe for each draft, equal
-    apart from the draft and its method.
+    """Check the settings of a sweep, tokenise its prompts, and return its plan.
 
-    Raises `UsageError` for a sweep without a proposer, and the errors of `generation.tokenised`.
+    recipes: a recipe for each draft. They may differ only in the draft and its method.
+    shard: the index of this shard and the number of shards; None for a whole sweep.
+
+    Raises `UsageError` if the sweep has a k > 0 but no proposer, and the errors of
+    `generation.tokenised`.
     """
     largest = max(ks)
     for recipe in recipes:
@@ -102,7 +108,7 @@ def plan_sweep(
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f"--draft: {twice} is there twice")
-    if batch_sizes[0]:  # otherwise concurrency is unlimited
+    if batch_sizes[0]:  # 0 means unlimited concurrency
         recipe = recipe.changed("run", batch_size=batch_sizes[0])
     recipe = dated(recipe, jobs[0])
     common = common_settings(recipe, jobs[0], ["target"])
@@ -135,9 +141,12 @@ def plan_sweep(
 
 
 def _with_load(recipe: Recipe) -> Recipe:
-    """The recipe, with an absolute path to its file of due times, if any. Raises `UsageError` if
-    the recipe's arrivals are not a known process, or if a file of due times is given with several
-    rates."""
+    """Return the recipe. If requests arrive at times read from a file, make the file's path
+    absolute.
+
+    Raises `UsageError` if `load.arrivals` is not a known arrival process, or if a file of arrival
+    times is given together with several rates or with the rate inf.
+    """
     load = recipe.load
     if load.request_rate is None:
         return recipe
@@ -155,7 +164,8 @@ def _with_load(recipe: Recipe) -> Recipe:
 
 
 def _other_rate(recipe: Recipe) -> list[Notice]:
-    """A warning if a file's due times have a rate different from the requested one."""
+    """Return a warning if the arrival times in a file have a different rate than the requested one,
+    otherwise an empty list."""
     rates = recipe.load.request_rate
     own = process_of(recipe.load.arrivals).own_rate if rates else None
     if own is None or rates is None or abs(own / float(rates[0]) - 1) <= _OFF:
@@ -169,8 +179,8 @@ def _other_rate(recipe: Recipe) -> list[Notice]:
 
 
 def _draft_values(job: Job, usual: str) -> dict[str, Any] | None:
-    """Return a draft's section of the settings, with its method if it differs from the recipe's
-    method."""
+    """Return a draft's section of the settings; None without a draft. If the draft's method is not
+    `usual`, the recipe's method, the section names it."""
     recipe = job.plan.recipe
     if recipe.draft is None:
         return None
@@ -180,7 +190,8 @@ def _draft_values(job: Job, usual: str) -> dict[str, Any] | None:
 
 
 def warnings_of(plan: SweepPlan) -> list[Notice]:
-    """Warnings for readers of the results, except for the warning about few prompts."""
+    """Return the warnings that the plan and the results show to the user, except for the warning
+    about few prompts."""
     found = []
     if 0 not in plan.settings.ks:
         told = (
@@ -216,7 +227,7 @@ def warnings_of(plan: SweepPlan) -> list[Notice]:
 
 
 def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]:
-    """Build the document of `--dry-run`; its `text` is for people."""
+    """Build the JSON document of `--dry-run`. Its `text` is the human-readable form."""
     s, run = plan.settings, plan.recipe.run
     longest = max(job.longest_prompt for job in plan.jobs)
     repeats = run.repeats if s.offered is None else 1

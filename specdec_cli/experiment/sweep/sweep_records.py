@@ -1,4 +1,4 @@
-"""The settings and the records of a sweep, in memory and in its folder. Imports no torch."""
+"""The settings and the records of a sweep, in memory and in its folder. Does not import torch."""
 
 import time
 from collections import defaultdict
@@ -27,10 +27,12 @@ from specdec_cli.experiment.load.arrivals import Offered
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSettings(RunSettings):
-    """The settings of a sweep. Folders with equal settings may be merged.
+    """The settings of a sweep. Shards can be merged if their settings differ only in `shard` and in
+    the names of drafts.
 
-    drafts: the names of the arms. shard: the place of this shard and the number of shards; None for
-    a whole sweep.
+    drafts: the names of the drafts to compare, or of methods that need no draft; None for a run
+        without a proposer.
+    shard: the index of this shard and the number of shards; None for a whole sweep.
     """
 
     kind, mark = "sweep of sweep-k", "ks"
@@ -47,23 +49,27 @@ class SweepSettings(RunSettings):
 
     @property
     def plain_draft(self) -> str | None:
-        """The draft in the keys of k = 0: a single arm's name. Files name none."""
+        """The draft name in the keys of k = 0: that of the only draft, or None if several drafts
+        share one k = 0 point. Files store no draft name at k = 0."""
         return None if self.shares_baseline else self.drafts[0]
 
     @property
     def offered(self) -> Offered | None:
-        """The load of arriving requests; None for closed batches."""
+        """The arrivals of requests: their rates, process and objectives. None if all requests of a
+        batch wait from the start."""
         found = self.recipe.get("load")
         return Offered.of(found, self.seed) if found is not None else None
 
     @property
     def levels(self) -> list[tuple[int, Rate | None]]:
-        """The levels within which points are compared: batch sizes, or rates if requests arrive."""
+        """All pairs of batch size and request rate; the rate is None if all requests of a batch
+        wait from the start. Points are compared only within one pair."""
         rates = self.offered.rates if self.offered is not None else (None,)
         return [(size, rate) for rate in rates for size in self.batch_sizes]
 
     def num_samples(self, rate: Rate | None, prompts: int) -> int:
-        """The number of samples of a point with this many prompts."""
+        """Return how many samples a point has: one for each of `prompts` prompts or, at a request
+        rate, one for each measured request."""
         offered = self.offered
         if offered is None or rate is None:
             return prompts
@@ -78,8 +84,8 @@ class SweepSettings(RunSettings):
         return Key(draft if k else self.plain_draft, batch_size, k, request_rate=rate)
 
     def keys(self, batch_size: int, ks: Iterable[int], rate: Rate | None = None) -> list[Key]:
-        """The keys of one level's points, arm by arm. A point shared by all arms occurs once, at
-        the start."""
+        """Return the keys of the points at a batch size and rate, draft by draft. A k = 0 point
+        that all drafts share is returned only once."""
         chosen = list(ks)
         found = (self.key(d, batch_size, k, rate) for d in self.drafts for k in chosen)
         return list(dict.fromkeys(found))
@@ -110,17 +116,21 @@ class SweepSettings(RunSettings):
 class Settings(Protocol):
     @property
     def plain_draft(self) -> str | None:
-        """The draft in the keys of k = 0, which files do not name."""
+        """The draft name in the keys of k = 0. Files store no draft name at k = 0."""
 
     def misfit(self, record: Record) -> str | None:
-        """The reason why a record belongs to no point of the run, or None."""
+        """Return the reason why a record does not belong to any point of the run; None if it
+        does."""
 
 
 @dataclass(slots=True)
 class SweepClock:
-    """The duration of a sweep, in seconds. rounds: the time in rounds and prefill passes of
-    measured runs. measuring: the time of the whole measured part, including recording and writing.
-    processor: this process's CPU time during the measured part."""
+    """How long the parts of a sweep took, in seconds.
+
+    rounds: the time in rounds and prefill passes of measured runs.
+    measuring: the whole time spent measuring, including recording and writing.
+    processor: this process's CPU time while measuring.
+    """
 
     rounds: float = 0.0
     measuring: float = 0.0
@@ -128,8 +138,8 @@ class SweepClock:
 
     @contextmanager
     def measures(self, sign: int = 1) -> Iterator[None]:
-        """Add the block's duration to the measured time if the block ends without an error. sign:
-        -1 to subtract other work inside a measured part."""
+        """Add the duration of the `with` block to `measuring` and `processor`, unless it raises.
+        With sign -1 the duration is subtracted, to exclude other work inside an outer block."""
         began, processor = time.perf_counter(), time.process_time()
         yield
         self.measuring += sign * (time.perf_counter() - began)
@@ -144,11 +154,16 @@ class SweepClock:
 class SweepRecords:
     """The records of a sweep or a comparison, in memory and in its folder.
 
-    samples: the samples by point and place; at a rate, samples without a stretch cover only a part
-    of a window. texts: the texts for predictions, by draft and prompt. costs: the parts of the time
-    curves. facts: the facts about the pairs of a comparison whose models were loaded.
-    earlier_clock, earlier_where: the clock and the environment in the summary of the last process
-    that measured anything. They are kept here, since the first new record removes that summary.
+    samples: the samples of each point, by `Sample.place`. At a request rate, they are complete only
+        if the point's stretches are there too.
+    texts: the data for predictions, by draft and prompt.
+    costs: the parts of each point's time curve, by their number.
+    stretches: the time windows in which points at a request rate were measured, by shard.
+    points: the last computed version of each point.
+    facts: what is known about each pair of a comparison whose models were loaded.
+    earlier_clock, earlier_where: the clock and the environment from the summary of the last process
+        that measured anything. They are kept here, because the first new record deletes that
+        summary.
     """
 
     folder: RunFolder | None = None
@@ -171,23 +186,24 @@ class SweepRecords:
         self.drop_parts()
 
     def drop_parts(self) -> None:
-        """Drop the samples of load points with incomplete windows."""
+        """Drop the samples of points at a request rate whose measurement was interrupted, so that
+        the number of samples is not that of their time windows."""
         for key in [key for key in self.samples if key.request_rate is not None]:
             whole = sum(one.num_requests for one in self.stretches[key].values())
             if len(self.samples[key]) != whole:
                 del self.samples[key], self.stretches[key]
 
     def add(self, *records: Record) -> None:
-        """Add new records of one kind in one write, because a sync for each would delay the next
-        round."""
+        """Add new records of the same kind. All are written at once, since syncing the file for
+        each one would delay the next round."""
         if self.folder is not None and records:
             self.folder.append(_FILES[type(records[0])], *records)
         for record in records:
             self.enter(record)
 
     def add_point(self, point: Point) -> bool:
-        """Add a point if it changed, and return whether it did. A point measured again gets a
-        second line."""
+        """Add a point if it changed, and return whether it did. The file keeps the old version; the
+        new one is appended as another line."""
         kept = _as_kept(point)
         has_changed = self.points.get(Key.of(kept)) != kept
         if has_changed:
@@ -213,7 +229,7 @@ class SweepRecords:
 
 
 def _as_kept(point: Point) -> Point:
-    """Return the point as its file stores it: without a draft at k = 0."""
+    """Return the point as files store it: without the draft's name at k = 0."""
     return point if point.k or point.draft is None else point.model_copy(update={"draft": None})
 
 
@@ -229,8 +245,9 @@ R = TypeVar("R", bound=Record)
 
 
 def read_kept(folder: Path, kind: type[R], settings: Settings) -> list[R]:
-    """Read the records of one kind in a run's folder, and give those of k = 0 the draft of their
-    key. Raises `SetupError` for a record that belongs to no point of the run."""
+    """Read the records of one kind from a run's folder. Records of k = 0, which are stored without
+    a draft, get the draft name of their point's key. Raises `SetupError` for a record that does not
+    belong to any point of the run."""
     found = read_records(folder / _FILES[kind], kind, settings.misfit)
     own = {"draft": settings.plain_draft}
     return [

@@ -1,4 +1,5 @@
-"""The time curve of a sweep: the cost of a round at each k, measured in parts."""
+"""The time curve of a sweep: what a round costs at each k. It is measured in several parts, spread
+over the sweep, so that a passing disturbance of the machine affects only a few of them."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,15 +10,15 @@ from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.measure import units_of
 from specdec_cli.experiment.statistics.factors import midmean
 
-# The maximum number of parts of a time curve, at batch size 1 and at larger batch sizes. The parts
-# are spread over the sweep.
+# The maximum number of parts of a time curve: the first at batch size 1, the second at larger batch
+# sizes.
 _MOST_CURVE_PARTS = 16
 _CURVE_PARTS_OF_BATCHES = 2
 
 
 def curve_parts(job: Job, batch_size: int) -> int:
-    """The number of parts of the time curve: at most half the number of units. Servers have no
-    curve, because they report no round times."""
+    """Return the number of parts of the time curve: at most half the number of prompt groups
+    (units), but at least 1. It is 0 for servers, which do not report round times."""
     if not job.backend.is_native:
         return 0
     most = _MOST_CURVE_PARTS if batch_size == 1 else _CURVE_PARTS_OF_BATCHES
@@ -25,20 +26,21 @@ def curve_parts(job: Job, batch_size: int) -> int:
 
 
 def curve_unit(job: Job, batch_size: int, part: int) -> int:
-    """The index of the unit whose prompts are used for a part of the time curve. The part is
-    measured just before that unit.
+    """Return the index of the prompt group (unit) on which a part of the time curve is measured.
+    This is done just before the group itself is measured.
 
-    It is a whole unit, so that its batch drains as often as the batches of points: a round in a
-    half-empty batch costs more per sequence.
+    A whole group is used, so that batches run half-empty at their end as often as those of points
+    do: a round in a half-empty batch costs more per sequence.
     """
     return part * len(units_of(job, batch_size)) // curve_parts(job, batch_size)
 
 
 def curve_point(key: Key, parts: Mapping[int, CurvePart]) -> dict[str, Any]:
-    """Compute the cost of a round at one point from the parts of the time curve.
+    """Combine the parts of the time curve at one point into the cost of a round there.
 
-    draft_ms_per_step: the method's whole time, including `commit_ms`, divided by k.
-    `distinct_experts` is included only if all parts counted experts.
+    draft_ms_per_step: the whole time of the method, including `commit_ms`, divided by k. None at
+        k = 0.
+    distinct_experts: left out unless all parts counted experts.
     """
     total = sum(part.rounds for part in parts.values())
     rounds = max(1, total)
@@ -62,6 +64,6 @@ def curve_point(key: Key, parts: Mapping[int, CurvePart]) -> dict[str, Any]:
 
 
 def cost_by_part(parts: Iterable[CurvePart]) -> dict[int, float]:
-    """The seconds per round of one sequence, for each part in which at least one prompt could
-    run."""
+    """Return how many seconds a round takes per sequence, for each part in which at least one
+    prompt could run."""
     return {p.part: p.decode_seconds / p.sequence_rounds for p in parts if p.sequence_rounds}
