@@ -1,4 +1,5 @@
-"""Reports on how ranks ended, and the search for the root cause. Imports nothing heavy."""
+"""Reports of how each rank ended, and the search for the one that explains why a run failed. Does
+not import torch."""
 
 import json
 import os
@@ -13,13 +14,13 @@ from specdec_cli.errors import ExitCode, RunError
 
 
 class End(StrEnum):
-    """The way in which a rank ended. `_BLAME` lists the failures, from causes to consequences."""
+    """The outcome of one rank. `_BLAME` lists the failures, causes before consequences."""
 
     DONE = "done"
     FAILED = "failed"  # the rank reported its own error, or ended without a report
     STUCK = "stuck"
     STOPPED = "stopped"  # a signal from outside specdec asked the rank to end
-    ABORTED = "aborted"  # SIGABRT, with which NCCL ends a rank that has lost its peers
+    ABORTED = "aborted"  # by SIGABRT, as NCCL does to a rank that has lost its peers
     LOST_PEERS = "lost peers"  # a collective failed: another rank is the cause
 
 
@@ -28,9 +29,12 @@ _BLAME = (End.FAILED, End.STUCK, End.STOPPED, End.ABORTED, End.LOST_PEERS)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A report on how one rank ended. message: the error message; None if there is nothing to show.
-    at: seconds since the epoch. is_common: whether all ranks met the same error; the message shown
-    then names no rank."""
+    """A report on how one rank ended.
+
+    message: the error message; None if there is nothing to show.
+    at: the time of the report, in seconds since the epoch.
+    is_common: whether all ranks had the same error; the message shown then names no rank.
+    """
 
     rank: int
     end: End
@@ -43,15 +47,15 @@ class Report:
 
     @property
     def explained(self) -> str | None:
-        """The message with the rank's number in front. Errors that are the same on all ranks, such
-        as bad usage, get no number."""
+        """The message, prefixed with the rank's number unless the error is the same on all ranks,
+        as bad usage is. None if there is no message."""
         is_alike = self.is_common or self.code in (ExitCode.USAGE, ExitCode.PARTIAL)
         if self.message is None or is_alike:
             return self.message
         return f"rank {self.rank}: {self.message}"
 
     def check(self) -> int:
-        """Return the exit code if the rank is done. Raises `RanksError` if it failed, or
+        """Return the rank's exit code if it finished. Raises `RanksError` if it failed, or
         `SystemExit` if its failure has no message."""
         if self.end is End.DONE:
             return self.code
@@ -69,8 +73,8 @@ class Report:
 
 
 class RanksError(RunError):
-    """The root cause of a run in which ranks failed, with the exit code of the rank that caused
-    it."""
+    """The error that ends a run in which ranks failed. It has the message and the exit code of the
+    rank that caused the failure."""
 
     def __init__(self, failure: Report) -> None:
         super().__init__(failure.explained or "", failure.hint)
@@ -79,15 +83,15 @@ class RanksError(RunError):
 
 
 def root_cause(reports: Iterable[Report]) -> Report | None:
-    """Return the report that explains the others; None if no rank failed. A rank that lost its
-    peers, for example, is a consequence of another rank's failure."""
+    """Return the failure that caused the others; None if no rank failed. If a rank lost its peers,
+    for example, another rank's failure is the cause."""
     failed = [report for report in reports if report.end is not End.DONE]
     return min(failed, key=lambda r: (_BLAME.index(r.end), r.at, r.rank), default=None)
 
 
 def gone(rank: int, exit_code: int, at: float, last_words: str = "") -> Report:
-    """Make a report for a rank that left none. exit_code: negative for a signal, as in
-    `subprocess`. last_words: its last line on standard error."""
+    """Make the report of a rank that exited without writing one. exit_code: as in `subprocess`,
+    negative for a signal. last_words: the last line that the rank wrote to standard error."""
     end, hint = End.FAILED, last_words or None
     if exit_code < 0:
         name = signal_name(-exit_code)
@@ -143,8 +147,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def is_lost_peers(error: BaseException) -> bool:
-    """Return True if an exception means that a collective failed, so that another rank is the
-    cause."""
+    """Return True if an exception means that a collective failed. Another rank is then the cause of
+    the failure."""
     names = {base.__name__ for base in type(error).__mro__}
     if "OutOfMemoryError" in names or isinstance(error, MemoryError):
         return False

@@ -1,4 +1,4 @@
-"""Reads the rank of this process from its environment variables. Imports nothing heavy."""
+"""Reads the rank of this process from its environment variables. Does not import torch."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from specdec_cli.errors import UsageError
 FOLDER = "SPECDEC_RANKS_FOLDER"  # set by `launch.ranks` for the ranks that it starts
 THREADS = "SPECDEC_RANK_THREADS"
 
-_FIRST_PORT, _NUM_PORTS = 10000, 20000  # below the ports that systems assign automatically
+_FIRST_PORT, _NUM_PORTS = 10000, 20000  # below the ephemeral ports
 _SLURM_STEP = (
     "SLURM_STEP_ID",
     "SLURM_STEP_NUM_TASKS",
@@ -21,11 +21,13 @@ _SLURM_STEP = (
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One process's rank among the `size` ranks of a run.
+    """The rank of one process among the `size` ranks of a run.
 
-    local_rank, local_size: the rank and the number of ranks on this host. started_by: "specdec",
-    "torchrun" or "srun". address, port: where the ranks connect to each other. folder: the private
-    folder through which ranks that `specdec` started connect and report; None for other ranks.
+    local_rank, local_size: this process's rank on its host, and the number of ranks there.
+    started_by: "specdec", "torchrun" or "srun".
+    address, port: the address at which the ranks connect to each other.
+    folder: a private folder, through which ranks that `specdec` started connect and report; None
+        for other ranks.
     """
 
     rank: int
@@ -50,7 +52,8 @@ def find_seat(environ: Mapping[str, str]) -> Seat | None:
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _torchrun(environ)
-    # A batch script has a SLURM_PROCID too, but only `srun` starts a task for each rank.
+    # A batch script has a SLURM_PROCID too. Only `srun` starts a task for each rank, and it also
+    # sets variables of the step.
     if "SLURM_PROCID" in environ and any(name in environ for name in _SLURM_STEP):
         seat = _slurm(environ)
         return seat if seat.size > 1 else None  # one task with several GPUs starts its own ranks

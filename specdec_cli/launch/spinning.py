@@ -1,11 +1,12 @@
-"""Chooses the number of torch's CPU threads, and how often a thread spins before it sleeps. libgomp
-reads the number of spins when it is loaded.
+"""Chooses the number of torch's CPU threads, and how often a thread spins before it sleeps.
 
-A matmul of a small model takes less time than waking a thread, so threads spin between matmuls. If
-other programs run, a spinning thread uses up its time slice and then waits for a processor, and
+A matmul of a small model takes less time than waking a thread, so threads spin between matmuls. But
+if other programs run, a spinning thread uses up its time slice and then waits for a processor, and
 every matmul waits for this thread. Tokens then take five or even fifty times as long
-(docs/performance.md, CPU). On a quiet machine, a low number of spins costs a tenth of the speed. So
-both choices depend on how many processors other work used while this process started.
+(docs/performance.md, CPU). A low number of spins avoids this, but makes an otherwise idle machine a
+tenth slower. So both choices depend on how many processors other programs used while this process
+started. The number of spins must be chosen before torch is imported, because libgomp reads it only
+once, when it is loaded.
 """
 
 import os
@@ -20,14 +21,18 @@ SPINS = "GOMP_SPINCOUNT"
 _POLICY = "OMP_WAIT_POLICY"
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _ALONE, _CROWDED = 20_000, 100  # spins; libgomp's own default is 300,000
-_OTHERS = 0.3  # processors that other work may take from torch's threads
-_UNSURE = 0.1  # error of the measured number of used processors
-_WINDOW = 0.25  # seconds for which other work is measured, at least
+_OTHERS = 0.3  # ignore other work that takes no more processors than this from torch
+_UNSURE = 0.1  # tolerated error in the measured number of used processors
+_WINDOW = 0.25  # minimum time over which other work is measured, in seconds
 
 
 class Use(NamedTuple):
-    """A reading of processor time, in seconds. clock: the monotonic clock. all: processor time of
-    all processes. own: processor time of this process and its children."""
+    """The processor time used up to one moment, in seconds.
+
+    clock: the moment, on the monotonic clock.
+    all: the processor time of all processes.
+    own: the processor time of this process and its children.
+    """
 
     clock: float
     all: float
@@ -60,7 +65,7 @@ def others() -> float | None:
     if _BEGAN is None:
         return None
     while time.monotonic() < _BEGAN.clock + _WINDOW:
-        pass  # keep running: a sleeping process does not compete, so it would not lose any time
+        pass  # do not sleep: the process must compete for processors, as torch's threads will
     now = in_use()
     return None if now is None else used_by_others(_BEGAN, now)
 
@@ -103,7 +108,7 @@ def spins_for(use: float, threads: int, cores: int) -> int:
 
 
 def told(threads: int) -> str:
-    """Describe the spins for the record of a run's environment."""
+    """Describe the spin setting, for the run's record of its environment."""
     if threads == 1:
         return "none: one thread"
     set_ones = [f"{name}={os.environ[name]}" for name in (_POLICY, SPINS) if name in os.environ]

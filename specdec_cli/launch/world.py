@@ -1,5 +1,5 @@
-"""The interface through which a command uses ranks. It can start them, join them, or run as a
-single process."""
+"""The interface between a command and the ranks of its run. The command may start the ranks, join
+ranks that are already running, or run as a single process."""
 
 import contextlib
 import os
@@ -19,11 +19,12 @@ from specdec_cli.text import counted, first_line
 
 T = TypeVar("T")
 
-# Collectives time out this many seconds after a hung rank is detected, so that the error names the
-# hung rank.
+# Collectives time out this many seconds later than a hung rank is detected. So the user sees the
+# error that names the hung rank, and not that of a collective on another rank.
 _PAST_TIMEOUT_S = 5.0
 _LONG_S = 24 * 3600.0
-# No machine has more GPUs. Each rank is a process, and too many processes overload a machine.
+# The maximum number of ranks that specdec starts on one machine. No machine has more GPUs, and too
+# many processes would overload it.
 _MOST_RANKS = 64
 
 
@@ -31,10 +32,11 @@ _MOST_RANKS = 64
 class Place:
     """The way in which this process was started.
 
-    program: the module and the arguments that start it again. seat: its place among the ranks; None
-    unless torchrun, srun or another `specdec` started it. rank: this process as a rank; None for a
-    single process that `run_ranks` did not start. has_answered: whether this process started ranks
-    that have already written the command's result.
+    program: the module and the arguments that start the same command again.
+    seat: the process's rank among others; None unless torchrun, srun or another `specdec` started
+        it.
+    rank: this process's own `Rank`; None for a single process that `run_ranks` did not start.
+    has_answered: whether this process started ranks that have already written the command's result.
     """
 
     program: tuple[str, ...]
@@ -44,7 +46,7 @@ class Place:
 
     @property
     def is_first(self) -> bool:
-        """True in the one process that does the work that is needed only once."""
+        """True for a single process and for rank 0, which do the work that is needed only once."""
         return self.seat is None or self.seat.rank == 0
 
     def must_start(self, num_ranks: int) -> bool:
@@ -63,8 +65,8 @@ class Place:
         return True
 
     def start(self, num_ranks: int, *, timeout_s: float, inputs: object) -> int:
-        """Run this command line as `num_ranks` ranks, and return its exit code. Raises the root
-        cause of a failure."""
+        """Run this command line as `num_ranks` ranks, and return its exit code. If ranks fail,
+        raise the error of the rank that caused the failure."""
         from specdec_cli.launch.ranks import run_ranks
 
         code = run_ranks(self.program, num_ranks, timeout_s=timeout_s, inputs=inputs).check()
@@ -73,7 +75,8 @@ class Place:
 
 
 def find_place(program: Sequence[str], environ: Mapping[str, str], *, verbose: bool) -> Place:
-    """Find out how this process was started. If it is a rank, its `Rank` is created here."""
+    """Find out how this process was started, and create its `Rank` if it is one of several ranks or
+    was started by `specdec`."""
     seat = find_seat(environ)
     is_rank = seat is not None and (seat.size > 1 or seat.folder is not None)
     rank = Rank(seat, verbose=verbose) if seat is not None and is_rank else None
@@ -113,8 +116,8 @@ class World:
         return value
 
     def inputs(self, read: Callable[[], T]) -> T:
-        """Return the inputs that the parent passed to its ranks, or `once(read)` if it passed
-        none."""
+        """Return the inputs that the parent process passed to its ranks, or `once(read)` if it
+        passed none."""
         folder = self._rank.seat.folder if self._rank is not None else None
         if folder is not None and (path := folder / "inputs").exists():
             value: T = pickle.loads(path.read_bytes())
@@ -127,8 +130,8 @@ class World:
         self._declare(True, self._patience_s)
 
     def loading(self) -> None:
-        """Declare that models load until `ready` is called. Until then, a rank may take any time as
-        long as it moves."""
+        """Declare that models are being loaded, until `ready` is called. Until then, a rank may
+        take any time, as long as its heartbeat shows progress."""
         self._declare(False, _LONG_S)
 
     def _declare(self, is_ready: bool, seconds: float) -> None:
@@ -137,26 +140,28 @@ class World:
             _set_timeouts(seconds)
 
     def agreement(self) -> Agreement:
-        """Create an `Agreement` of the ranks, for steps that may fail."""
+        """Create an `Agreement`, with which ranks learn whether a step failed on any of them."""
         return Agreement(self.size, self._patience_s)
 
     @property
     def _patience_s(self) -> float:
-        """Seconds that a collective may wait once the models are loaded."""
-        # If a parent watches the ranks, collectives need no limit. A limit would be wrong, since a
-        # reader of rank 0's output may hold rank 0 up for long.
+        """The maximum time, in seconds, that a collective may wait once the models are loaded."""
+        # A parent process that watches the ranks ends the run if one hangs, so collectives need no
+        # timeout. A timeout would even be wrong: the other ranks may wait long for rank 0 while it
+        # waits for a reader of its output.
         is_watched = self._rank is None or self._rank.limit_s is None
         return _LONG_S if is_watched else self._timeout_s + _PAST_TIMEOUT_S
 
     def beat(self) -> None:
-        """Count a step as done. Costs nothing."""
+        """Count a step as done in this rank's heartbeat, as a sign of progress. This takes almost
+        no time."""
         if self._rank is not None:
             self._rank.heartbeat.steps += 1
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """Tell the other ranks that this one waits for something outside the run, such as a pager
-        that reads its output."""
+        """Tell the other ranks that this one is waiting for something outside the run, such as a
+        pager that reads its output."""
         if self._rank is None:
             yield
             return
@@ -218,7 +223,7 @@ def _device(seat: Seat, wanted: str) -> str:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return "cpu"
     count = torch.cuda.device_count()
-    # Slurm may show each task only its own GPU.
+    # Slurm may make only its own GPU visible to each task; its index is then 0.
     index = 0 if count == 1 and seat.started_by == "srun" else seat.local_rank
     if index >= count:
         raise TooFewGPUsError(
@@ -236,7 +241,7 @@ def _meet(rank: Rank, device: str, timeout_s: float) -> None:
 
     seat = rank.seat
     local_rank = seat.local_rank if device == "cpu" else int(device.removeprefix("cuda:"))
-    os.environ |= {  # torchrun's names; srun uses other names
+    os.environ |= {  # torch reads torchrun's names, which srun does not set
         "RANK": str(seat.rank),
         "WORLD_SIZE": str(seat.size),
         "LOCAL_RANK": str(local_rank),  # also the index of the GPU
@@ -278,8 +283,8 @@ def _meet(rank: Rank, device: str, timeout_s: float) -> None:
             f"could not meet the other ranks at {where}: {first_line(problem)}",
             "check that every rank was started, and that all of them can reach this address",
         ) from problem
-    # Loading may take long, and longer on some ranks than on others. Meanwhile heartbeats detect a
-    # hung rank.
+    # Use a long timeout while models load, which may take much longer on some ranks than on others.
+    # Heartbeats detect a rank that hangs in this time.
     _set_timeouts(_LONG_S)
 
 

@@ -1,8 +1,8 @@
 """A policy that chooses each round's K from recent acceptance and measured round times.
 
-First a few rounds with each K are timed. Then rounds use the K with the most expected tokens per
-millisecond. The choice depends only on earlier rounds, so the text keeps its distribution, but
-sampled text can differ between runs.
+First it times a few rounds with each K. Then it chooses the K with the most expected tokens per
+millisecond. The choice depends only on earlier rounds, so it does not change the output
+distribution. But as times vary, sampled text can differ between runs.
 """
 
 from specdec_cli.lengths.base import LastRounds, LengthPolicy
@@ -18,7 +18,7 @@ _IDLE_ROUNDS = 24  # propose again after this many rounds without proposals
 
 
 class Adaptive(LengthPolicy):
-    """Chooses each round's K: the run's k, or one of `choices` that is not above it."""
+    """Chooses each round's K among the run's k and those of `choices` that do not exceed it."""
 
     def __init__(self, choices: tuple[int, ...]) -> None:
         self.choices = choices

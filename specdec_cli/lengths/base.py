@@ -11,20 +11,20 @@ from specdec_cli.core.drafting import Doubt, Stop
 from specdec_cli.core.state import BatchState
 from specdec_cli.lengths.costs import RoundCosts
 
-_REMEMBERED = 32  # rounds
+_REMEMBERED = 32  # the number of rounds whose results are kept
 
 
 @dataclass(slots=True)
 class LastRounds:
-    """How many tokens were proposed and accepted in the last rounds. trials: for each round that
-    the host has read, newest last, a pair (proposed, accepted) for each sequence."""
+    """The results of the last rounds. trials: an item for each round that the host has read, newest
+    last; the item has a pair (proposed, accepted) for each sequence."""
 
     trials: deque[list[tuple[int, int]]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
 
 class LengthPolicy(Protocol):
     """Decides how many tokens a round proposes. The defaults below always propose k tokens.
-    is_fixed: whether rounds always propose as many tokens as they may."""
+    is_fixed: whether every round proposes as many tokens as its limits allow."""
 
     is_fixed: bool = False
 
@@ -36,9 +36,9 @@ class LengthPolicy(Protocol):
 
     @property
     def doubt(self) -> Doubt | None:
-        """A test of the scores from a draft's confidence head that ends a sequence's proposals
-        before a token, or None. It needs a draft with such a head (`Draft.has_confidence`), and
-        runs inside the CUDA graph."""
+        """A test of the scores from a draft's confidence head. It ends a sequence's proposals
+        before the token whose score fails it. None without such a test. It needs a draft with a
+        confidence head (`Draft.has_confidence`), and runs inside the CUDA graph."""
         return None
 
     def lengths(self, k: int) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """A policy that ends a sequence's proposals after a token that the draft finds unlikely.
 
-As with transformers' `assistant_confidence_threshold` (after DISCO, arXiv 2405.04304), the unlikely
-token itself is still proposed. So no token is dropped because of its own probability.
+The unlikely token itself is still proposed, as with transformers' `assistant_confidence_threshold`
+(after DISCO, arXiv 2405.04304). So no token is dropped because of its own probability, which would
+change the output distribution.
 """
 
 import torch

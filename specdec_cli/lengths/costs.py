@@ -9,8 +9,8 @@ _TRIALS = 4  # rounds to time for each K; the first is a warm-up and does not co
 
 
 class RoundCosts:
-    """The times of rounds, for each number of slots and K. Every rank adds its own times, and `of`
-    returns rank 0's."""
+    """The measured times of rounds, for each number of slots and K. Every rank records its own
+    times, but `of` returns rank 0's on all ranks, so that they choose the same K."""
 
     def __init__(self, parallel: TensorParallel) -> None:
         self._parallel = parallel
@@ -30,8 +30,8 @@ class RoundCosts:
         return missing[-1] if missing else None
 
     def of(self, slots: int, lengths: tuple[int, ...]) -> dict[int, float]:
-        """Return the median milliseconds of a round for each K in `lengths`. All ranks must call
-        this together."""
+        """Return the median time of a round on rank 0, in milliseconds, for each K in `lengths`.
+        All ranks must call this together."""
         key = slots, lengths
         if key not in self._agreed:
             mine = {k: 1e3 * median(self._seconds[slots, k][1:]) for k in lengths}

@@ -8,8 +8,8 @@ from specdec_cli.recipe.choices.registry import POLICIES
 
 
 def policy_of(speculation: SpeculationSection) -> LengthPolicy:
-    """Make the length policy that a recipe names, with a plugin's function or with `from_recipe` in
-    the module of that name."""
+    """Make the length policy that a recipe names. A plugin's policy is made by the plugin's
+    function, and any other by `from_recipe` in the module with the policy's name."""
     name = speculation.length.policy
     make = POLICIES[name].code or import_module(f"specdec_cli.lengths.{name}").from_recipe
     made: LengthPolicy = make(speculation)

@@ -27,8 +27,8 @@ class MethodParts:
     """The recipe's section and the models from which a method makes its proposer on this rank.
 
     draft: a `PagedModel`, or the method's own kind of draft; None if this rank holds no part of it.
-    draft_max_len: the draft's context length; 0 without a draft. described: the draft's
-    description, on every rank.
+    draft_max_len: the draft's context length; 0 without a draft.
+    described: the draft's description, which every rank has; None without a draft.
     """
 
     speculation: SpeculationSection
@@ -39,8 +39,13 @@ class MethodParts:
 
 
 class RoundSize(NamedTuple):
-    """The sizes that determine how much memory a method takes on this rank. longest: the maximum
-    length of a text in tokens."""
+    """The sizes that determine how much memory a method takes on this rank.
+
+    longest: the maximum number of tokens in a text.
+    vocab_size: the size of the target's vocabulary.
+    is_first: whether this rank is rank 0, which verifies.
+    draft: None for a method without a draft.
+    """
 
     batch_size: int
     k: int
@@ -53,8 +58,9 @@ class RoundSize(NamedTuple):
 
 
 class MethodBytes(NamedTuple):
-    """The bytes that a method takes in addition to weights, caches and passes. held: during the
-    whole run. in_round: in addition, at the peak of a round."""
+    """The bytes that a method takes in addition to weights, caches and forward passes of the
+    models. held: the bytes taken during the whole run. in_round: further bytes, at the peak of a
+    round."""
 
     held: int = 0
     in_round: int = 0
@@ -64,12 +70,15 @@ class MethodBytes(NamedTuple):
 class Method:
     """The functions and properties of a method.
 
-    make: makes a proposer. estimate_bytes: estimates the method's memory. describe: describes the
-    method's own kind of draft; None for a method that runs a transformers model, or no model.
-    runs_on_host: whether the host reads device data, so that rounds cannot be captured. can_share:
-    the weights that `draft.share` may name for the method's kind of draft. check: adapts the
-    description of a transformers model to the method, and raises `SetupError` if the method cannot
-    run it.
+    make: makes a proposer.
+    estimate_bytes: estimates how much memory the method takes.
+    describe: describes the method's own kind of draft. None if the method runs a transformers
+        model, or no model.
+    runs_on_host: whether the host reads device data during a round, so that rounds cannot be
+        captured as CUDA graphs.
+    can_share: the weights that `draft.share` may name for the method's kind of draft.
+    check: adapts the description of a transformers model to the method. It raises `SetupError` if
+        the method cannot run the model. None if nothing needs to be adapted.
     """
 
     make: Callable[[MethodParts], "Proposer"]
@@ -81,22 +90,25 @@ class Method:
 
 
 def text_bytes(size: RoundSize) -> MethodBytes:
-    """Return the memory of a method that looks up tokens in texts, without a model: the texts'
-    int32 ids on the device."""
+    """Estimate the memory of a method that has no model but looks up tokens in the texts. It keeps
+    the texts' ids on the device, as int32."""
     return MethodBytes(held=4 * size.batch_size * size.longest)
 
 
 class Proposer:
-    """A source of proposals. Subclasses must define `propose`; the other methods have defaults, for
-    a proposer without state.
+    """A source of proposals. Subclasses must define `propose`; the defaults of the other methods
+    suit a proposer without state.
 
-    max_len: the maximum length of a sequence. feature_layers: the target's hidden states that the
-    proposer reads, by their indices in transformers' `hidden_states`. needs_text: whether
-    `BatchState.texts` must hold the sequences' tokens. tail: how many tokens of `BatchState.tail`
-    the proposer reads. max_lag: how many tokens its cache may lack when a round starts; if it lacks
-    more, they are prefilled first. is_paged: whether it keeps all of its data about a text in the
-    blocks of the text's tokens, so that texts with a common prefix may share blocks. depends_on_k:
-    whether a proposal depends on the number of proposals after it.
+    max_len: the maximum length of a sequence.
+    feature_layers: the target's hidden states that the proposer reads, as indices into
+        transformers' `hidden_states`.
+    needs_text: whether `BatchState.texts` must hold the sequences' tokens.
+    tail: how many tokens of `BatchState.tail` the proposer reads.
+    max_lag: how many tokens may be missing from its cache when a round starts. If more are missing,
+        they are prefilled first.
+    is_paged: whether all its data about a text is in the cache blocks of the text's tokens, so that
+        texts with a common prefix may share blocks.
+    depends_on_k: whether a proposal depends on how many proposals follow it.
     """
 
     max_len: int = sys.maxsize
@@ -128,14 +140,14 @@ class Proposer:
         return type(self).commit is not Proposer.commit
 
     def ahead(self, k: int) -> int:
-        """Return how many positions after a text need cache blocks in a round with K = k, because
-        passes write them even if a sequence proposes fewer tokens. Return 0 if only proposals need
-        blocks."""
+        """Return how many positions past a text's end need cache blocks in a round with K = k,
+        because the proposer's passes write there even if a sequence proposes fewer tokens. Return 0
+        if only the positions of proposals need blocks."""
         return 0
 
     def kv_after(self, n: int, k: int, accepted: int) -> int:
-        """Return how many of a sequence's first tokens are in the proposer's cache after a round
-        that began with n tokens and accepted `accepted` of k >= 1 proposals."""
+        """Return how many tokens of a sequence, counted from its start, are in the proposer's cache
+        after a round. The round began with n tokens and accepted `accepted` of k >= 1 proposals."""
         return n + accepted
 
     def forecast(
@@ -147,13 +159,14 @@ class Proposer:
         params: SamplingParams,
     ) -> Forecast | None:
         """Compute the expected acceptance of proposals along `output`, an existing text. Return
-        None if that requires running the rounds. All ranks must call this, but only rank 0's result
-        is valid."""
+        None if this is possible only by running the rounds. All ranks must call this, but only rank
+        0's result is valid."""
         return None
 
     def check(self) -> None:
-        """Raise an error that was only detected on the device. This is called when a run ends."""
+        """Raise an error if one was detected on the device, where nothing can be raised. This is
+        called when a run ends."""
 
     def clear(self) -> None:
-        """Clear the proposer's cache after logits that were not finite. Padding reads cached values
-        with weight 0, and 0 * NaN is NaN."""
+        """Set the proposer's cache to zero after a pass gave logits that are not finite. Otherwise
+        NaN would spread, because padding reads cached values with weight 0, and 0 * NaN is NaN."""

@@ -1,9 +1,9 @@
 """Proposing a block of tokens in one pass with a DFlash drafter (z-lab, arXiv 2602.06036).
 
-The drafter's cache keeps keys and values only for decided tokens. `commit` computes them from the
-target's hidden states. A block consists of the last token and k mask tokens: k + 1 rows that attend
-to the text before them and to each other. Later rows overwrite the block's keys and values. Legend:
-B slots, K proposal length, H hidden size.
+A block consists of the last token and k mask tokens. Its k + 1 rows attend to the text before them
+and to each other. The drafter's cache keeps only keys and values of decided tokens, which `commit`
+computes from the target's hidden states; they overwrite those of the block. Legend: B slots, K
+proposal length, H hidden size.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ from specdec_cli.models.heads.paged import PagedHead
 
 
 class DFlash(HeadProposer):
-    """Draws K tokens per sequence from one pass over `rows(K)` rows. depends_on_k: whether the
-    number of rows depends on K."""
+    """Draws K tokens per sequence from one pass over a block of `rows(K)` rows. depends_on_k:
+    whether this number of rows depends on K; if so, the proposals depend on K too."""
 
     def __init__(
         self,
@@ -44,7 +44,9 @@ class DFlash(HeadProposer):
         return self.rows(k) - 1
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """Propose K tokens from one pass. Not every row predicts a proposal."""
+        """Propose K tokens from one pass over the block. The row of the last token predicts a
+        proposal only if the drafter's config has `anchor_predicts`. A block with the trained width
+        may also have more rows than are needed."""
         if self.head is None or draft.is_over:
             return draft.nothing()
         head = self.head.head
@@ -52,7 +54,8 @@ class DFlash(HeadProposer):
         rows = self.rows(draft.k)
         masks = state.tail.new_full((state.num_slots, rows - 1), head.config.mask_id)
         block = torch.cat((state.tail[:, -1:], masks), dim=1)
-        # A sequence's cap shortens its proposals, but never its block.
+        # A cap shortens a sequence's proposals but never its block: rows attend to each other, so
+        # the predictions depend on the number of rows.
         lens = (draft.caps > 0) * rows
         what = Rectangle(block, lens, -1, 1, self.max_len, False)
         nothing = head.norm.new_empty(*block.shape, 0)
@@ -75,8 +78,9 @@ class DFlash(HeadProposer):
         state: BatchState,
         draft: Drafting,
     ) -> None:
-        """Draw tokens one after another from logits [B, K, Vd]. To each row, add the Markov head's
-        term, which depends on the previous token. rows: [B, K, H], normed hidden states."""
+        """Draw tokens one after another from logits [B, K, Vd]. Before each draw, add the Markov
+        head's term to the logits; it depends on the previous token. rows: [B, K, H], normed hidden
+        states."""
         assert head.markov is not None
         before, memory = state.tail[:, -1], None
         for place in range(draft.k):
@@ -105,7 +109,8 @@ def estimate_bytes(size: RoundSize) -> MethodBytes:
 
 
 def describe(place: DraftPlace) -> HeadDescription:
-    """Describe the drafter in its folder. Its config may have any of the supported formats."""
+    """Describe the drafter that is stored in the draft's folder. All supported config formats are
+    accepted."""
     keeps_width = place.speculation.block_width == "trained"
 
     def read(name: str, folder: Path, _: int) -> DFlashConfig:

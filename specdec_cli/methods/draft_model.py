@@ -44,8 +44,9 @@ class DraftModel(Proposer):
         return draft.candidates()
 
     def kv_after(self, n: int, k: int, accepted: int) -> int:
-        """Return how many tokens the cache holds. It lacks the last proposal, which is drawn but
-        never fed. Later tokens overwrite the keys of rejected proposals."""
+        """Return how many tokens the cache holds. The k-th proposal is never in it, because it is
+        drawn but not fed. Keys of rejected proposals do not count, because later tokens overwrite
+        them."""
         return n + min(accepted, k - 1)
 
     def forecast(
@@ -69,8 +70,9 @@ def _make(parts: MethodParts) -> DraftModel:
 
 
 def _estimate_bytes(size: RoundSize) -> MethodBytes:
-    """Estimate the bytes of logits. If tokens are sampled and this rank verifies, it keeps the
-    logits of every step, and later stacks them; otherwise it keeps none."""
+    """Estimate the bytes of the draft's logits. When tokens are sampled, the rank that verifies
+    keeps the logits of every step and then stacks them, which makes a second copy. Otherwise no
+    logits are kept."""
     if size.is_greedy or size.draft is None or not size.is_first:
         return MethodBytes()
     vocab = min(size.draft.vocab_size, size.vocab_size)

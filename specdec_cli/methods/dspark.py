@@ -1,5 +1,5 @@
-"""Proposing tokens with a DSpark drafter: a pass as in DFlash, and then a Markov head with which
-tokens are drawn one after another."""
+"""Proposing tokens with a DSpark drafter. It runs one pass over a block, as DFlash does. Then it
+draws the tokens one after another, with a Markov head that adjusts the logits."""
 
 from specdec_cli.methods.dflash import METHOD
 

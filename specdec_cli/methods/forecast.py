@@ -1,9 +1,9 @@
-"""Computes the expected acceptance along an existing text, by running a round from each of its
-tokens.
+"""Computes the expected acceptance along an existing text, by running a round that begins at each
+token of the text.
 
-Such a round draws exactly the tokens that follow in the text, and computes the probability that
-they would be accepted. Several rounds run in parallel, each in its own cache blocks. Legend: N
-rounds, K proposal length, V vocabulary.
+Instead of sampling, a round draws exactly the tokens that come next in the text, and computes the
+probability that they would be accepted. Several rounds run in parallel, each in its own cache
+blocks. Legend: N rounds, K proposal length, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.methods.base import Proposer
 from specdec_cli.methods.teacher import Teacher, acceptance, logits_of, prefill
 
-_SIDE_BY_SIDE = 64  # maximum rounds in parallel; each needs memory for distributions
+_SIDE_BY_SIDE = 64  # maximum number of parallel rounds; each needs memory for distributions
 
 
 @torch.inference_mode()
@@ -53,9 +53,10 @@ class Following(Drafting):
     """A `Drafting` that draws the tokens of the text, and records the acceptance probability of
     each.
 
-    written: int64 [N, K], the tokens to draw. scored: returns the target's logits [M, V]; row i + j
-    belongs to position j in round i, and the last row is also used for positions past the text.
-    noted: the result of `teacher.acceptance` for each drawn position.
+    written: int64 [N, K], the tokens to draw.
+    scored: returns the target's logits [M, V]. Row i + j is for proposal j of round i; for
+        proposals past the end of the text, the last row is used.
+    noted: the result of `teacher.acceptance` for each proposal position that was drawn.
     """
 
     written: torch.Tensor = field(kw_only=True)
@@ -81,9 +82,13 @@ class Following(Drafting):
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """A round's proposals. chances: the acceptance probability of each proposal within the text.
-    proposed: the number of all proposals. is_drawn: whether any proposal was drawn from a
-    distribution. overlap: the sum of min(p, q) at the first proposal, if it was drawn."""
+    """The proposals of a round.
+
+    chances: the acceptance probability of each proposal that lies within the text.
+    proposed: the number of proposals, including those past the text's end.
+    is_drawn: whether any proposal was drawn from a distribution.
+    overlap: the sum of min(p, q) over the vocabulary at the first proposal; 0 if it was not drawn.
+    """
 
     chances: tuple[float, ...] = ()
     proposed: int = 0
@@ -92,8 +97,9 @@ class _Round:
 
 
 def _told(rounds: list[_Round]) -> Forecast:
-    """Make the forecast from all rounds. It has probabilities if proposals were drawn; otherwise
-    acceptance is certain, and it has counts."""
+    """Make the forecast from all rounds. If proposals were drawn from a distribution, it has their
+    acceptance probabilities. Otherwise each proposal is certain to be accepted or rejected, so it
+    has the numbers of proposed and accepted tokens."""
     if any(one.is_drawn for one in rounds):
         overlap = tuple(one.overlap for one in rounds)
         return Forecast(ahead=tuple(one.chances for one in rounds), overlap=overlap)
@@ -104,8 +110,9 @@ def _told(rounds: list[_Round]) -> Forecast:
 class _Replay:
     """Runs rounds with K = k along `tokens`.
 
-    begun, fed: how many tokens have been fed to the proposer, and to the target. features: [T, F],
-    the target's hidden states of the last T of the `begun` tokens, or None.
+    begun: how many tokens have been fed to the proposer.
+    fed: how many tokens have been fed to the target.
+    features: [T, F], the target's hidden states of the last T of the `begun` tokens, or None.
     """
 
     def __init__(
@@ -143,7 +150,7 @@ class _Replay:
             state = BatchState(width, columns, device, texts, self.proposer.tail_for(self.k))
             for begin in range(self.text.num_prompt_tokens, reach, width):
                 starts = range(begin, min(begin + width, reach))
-                # The last round runs in the text's own blocks.
+                # The last round runs in the text's own blocks, and so fills them step by step.
                 copies = [
                     self._copy(n, spare[i * touched :][:touched]) for i, n in enumerate(starts)
                 ]
@@ -156,14 +163,14 @@ class _Replay:
             allocator.shrink(self.text.block_table, 0)
 
     def _shared(self, n: int) -> int:
-        """Return how many of the text's blocks a round after n tokens can share. They end before
-        the second-to-last token, because a proposer may keep its output, too, which is not in the
-        blocks."""
+        """Return how many of the text's blocks can be shared by a round that begins after n tokens.
+        They end before the second-to-last token: a proposer may store its output for that token
+        too, once per block, so each parallel round needs its own block there."""
         return max(0, n - 2) // self.teacher.allocator.block_size if self.proposer.is_paged else 0
 
     def _copy(self, n: int, own: list[int]) -> Sequence:
-        """Return a sequence of the text's first n tokens. It shares blocks with the text as far as
-        it can, and then uses the blocks in `own`."""
+        """Return a sequence of the text's first n tokens. Its block table begins with the text's
+        blocks, as many as can be shared, and continues with the blocks in `own`."""
         table = [*self.text.block_table[: self._shared(n)], *own]
         prompt = self.text.num_prompt_tokens
         return Sequence(n, self.text.tokens[:n], prompt, n + self.k + 1, table, draft_kv=n - 1)
@@ -214,7 +221,7 @@ class _Replay:
             texts=how.at(state) if (how := self.teacher.processors) is not None else None,
         )
         found = self.proposer.propose(state, draft)
-        # The next round that runs in the text's own blocks overwrites this round's guesses there.
+        # The next round in the text's own blocks overwrites what this round's proposals left there.
         self.fed = min(self.fed, self.begun)
         same, lens = found.token_ids == draft.written, found.lens.tolist()
         is_drawn, chances = draft.num_drawn > 0, same.float()

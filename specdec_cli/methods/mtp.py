@@ -1,9 +1,9 @@
 """Proposing tokens with the modules for multi-token prediction in the target's checkpoint.
 
-A single module makes all proposals, one per pass. In a chain of modules, module i makes proposal i
-+ 1. To do so it needs cached keys and values for every token of the text. Its last i rows embed
-tokens that are only proposed, so they are computed again once the tokens are decided. Legend: B
-slots.
+A single module makes all proposals, one per pass. In a chain of modules, module i makes
+proposal i + 1. Row t of module i embeds token t + 1 + i, so in a round the last i rows embed
+proposals. When the tokens are decided, `commit` computes these rows again, because every module
+needs keys and values for all tokens of the text. Legend: B slots.
 """
 
 import torch
@@ -19,8 +19,9 @@ from specdec_cli.models.heads.mtp.draft import describe_mtp
 
 
 class ChainedModules(Proposer):
-    """Draws one token from each module in turn. Texts cannot share blocks, because a module may
-    read the previous module's rows from other blocks than its own keys."""
+    """Draws one token from each module in turn. Texts cannot share cache blocks: a module also
+    reads stored outputs of the previous module, and these may belong to another block than the
+    module's own keys."""
 
     def __init__(self, chain: MtpChain, feature_layers: tuple[int, ...], max_len: int) -> None:
         self.chain, self.feature_layers, self.max_len = chain, feature_layers, max_len
@@ -30,8 +31,9 @@ class ChainedModules(Proposer):
         self.chain.prefill(spans, features)
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """Propose one token per module. Module i first runs over its i rows that embed proposals,
-        from position length - 1 - i on."""
+        """Propose one token per module. Module 0 needs no pass, because `commit` kept its output.
+        Module i first runs over the i rows that embed proposals, from position length - 1 - i
+        on."""
         heads = self.chain.heads
         x, rows, step = heads[0].carried(state), None, 0
         tokens = x.hidden.new_zeros(len(x.hidden), 0, dtype=torch.int64)
@@ -48,8 +50,9 @@ class ChainedModules(Proposer):
         return draft.candidates()
 
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
-        """Run every module over the positions whose next tokens are now decided. For module i,
-        these lie i positions further back."""
+        """Run every module over the rows that are complete now that the round's tokens are decided.
+        Row t of module i embeds token t + 1 + i, so its rows lie i positions before those of module
+        0."""
         assert target.features is not None, "the target must return hidden states"
         inputs, accepted = target.features, verdict.num_accepted
         for index, one in enumerate(self.chain.heads):

@@ -13,8 +13,8 @@ from specdec_cli.methods.base import Method, MethodParts, Proposer, text_bytes
 
 
 class Ngram(Proposer):
-    """Looks for an earlier occurrence of a sequence's last n tokens in its prompt and output, with
-    n from `longest` down to `shortest`."""
+    """Looks in a sequence's prompt and output for an earlier occurrence of its last n tokens. It
+    tries each n from `longest` down to `shortest`."""
 
     needs_text = True
     is_paged = True

@@ -1,8 +1,9 @@
-"""Proposing tokens with a PARD draft (An et al., arXiv 2504.18583): a model trained with masks.
+"""Proposing tokens with a PARD draft (An et al., arXiv 2504.18583), a model trained to predict
+tokens at the positions of mask tokens.
 
-One causal pass over the tokens that the cache lacks, followed by K - 1 mask tokens, gives all
-proposals. With a smaller k, the first proposals stay the same. Decided tokens later overwrite the
-masks in the cache.
+One causal pass gives all proposals. It feeds the tokens that are missing from the cache, and then
+K - 1 mask tokens. The pass is causal, so a smaller K leaves the first proposals the same. The
+masks' keys and values in the cache are later overwritten by those of decided tokens.
 """
 
 from dataclasses import replace
@@ -34,7 +35,7 @@ class Pard(DraftModel):
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
         """Propose all tokens from the outputs at the last token and at the masks. The pass may feed
-        tokens again that are in the cache, which changes nothing."""
+        some tokens that are already in the cache; this writes the same keys and values again."""
         if self.model is None or draft.is_over:
             return draft.nothing()
         masks = state.tail.new_full((state.num_slots, draft.k - 1), self.mask_id)
@@ -46,11 +47,11 @@ class Pard(DraftModel):
         return draft.candidates()
 
     def kv_after(self, n: int, k: int, accepted: int) -> int:
-        """Return how many tokens the cache holds: none of the accepted ones, since their positions
-        hold the masks' keys and values."""
+        """Return n, the number of tokens in the cache. Accepted tokens are not in it: their
+        positions hold the keys and values of masks."""
         return n
 
-    forecast = Proposer.forecast  # needs rounds, unlike a forecast for `DraftModel`
+    forecast = Proposer.forecast  # not `DraftModel`'s, which feeds the text without masks
 
 
 def _make(parts: MethodParts) -> Pard:

@@ -1,9 +1,11 @@
-"""Proposing tokens with a P-EAGLE head: like an EAGLE-3 head, with masks instead of further passes.
+"""Proposing tokens with a P-EAGLE head: an EAGLE-3 head that runs one pass with masks instead of
+one pass per proposal.
 
-One causal pass feeds a row for each token that the last round decided, with the target's hidden
-states, and K - 1 mask rows after them. With a smaller k, the first proposals stay the same. Rows of
-decided tokens later overwrite the masks in the cache. Legend: B slots, K proposal length, W maximum
-number of waiting rows, H hidden size of the head.
+The causal pass runs over a row for each token that the last round decided, with the target's hidden
+states, and over K - 1 mask rows after them. Until this pass, the rows of decided tokens wait. The
+pass is causal, so a smaller K leaves the first proposals the same. The masks' keys and values in
+the cache are later overwritten by those of decided tokens. Legend: B slots, K proposal length, W
+maximum number of waiting rows, H hidden size of the head.
 """
 
 from dataclasses import replace
@@ -72,8 +74,9 @@ class PEagle(HeadProposer):
         return rows.masked_fill((read < 0)[..., None], 0.0)
 
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
-        """Keep the rows of the decided tokens for the next pass. A round without proposals has had
-        no pass, so run one here; otherwise waiting rows would accumulate."""
+        """Store the rows of the decided tokens for the next pass. A round without proposals has not
+        run a pass over the rows that were waiting, so run it here; otherwise they would
+        accumulate."""
         if self.head is None:
             return
         assert target.features is not None, "the target must return hidden states"

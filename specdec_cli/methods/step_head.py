@@ -21,10 +21,10 @@ from specdec_cli.models.heads.paged import PagedHead
 
 class HeadProposer(Proposer):
     """A base class for proposers with a head. `prefill` and `commit` run the head over the text's
-    tokens, to fill its cache. head: None on some ranks."""
+    tokens, to fill its cache. head: None on ranks that do not hold it."""
 
-    # The head's cache never lacks tokens, because `commit` runs even after rounds without
-    # proposals. So there is no `max_lag`.
+    # `commit` runs even after rounds without proposals, so the head's cache never lacks tokens, and
+    # `max_lag` keeps its default.
     is_paged = True
 
     def __init__(
@@ -43,9 +43,9 @@ class HeadProposer(Proposer):
     def written(
         self, state: BatchState, verdict: Verdict, target: TargetOutput
     ) -> ops.Normed | None:
-        """Run the head over the hidden states of the target's scoring pass, which begins with the
-        last token before the round. Return its output for all B * (K + 1) rows, or None without a
-        head."""
+        """Run the head over all B * (K + 1) rows of the target's scoring pass, with the target's
+        hidden states. The first row of a slot is that of the last token before the round. Return
+        the head's output for these rows, or None without a head."""
         if self.head is None:
             return None
         assert target.features is not None, "the target must return hidden states"
@@ -74,14 +74,16 @@ class StepHead(HeadProposer):
             token = draft.draw(head.logits(x), head.ids)
             step += 1
             if not draft.is_over:
-                # The row length - 2 + step; sequences that take more than `step` proposals need it.
+                # Run the row at position length - 2 + step, for each sequence that gets more than
+                # `step` proposals.
                 place = Rectangle(token[:, None], draft.lens, step - 2, 3, self.max_len, True)
                 fed = head.fed_back(x)[:, None]
                 x = self.head.forward_slots(place, state, fed, fused=True)
         return draft.candidates()
 
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
-        """Run the head over the rows of the decided tokens, and keep the output of the last."""
+        """Run the head over the rows of the decided tokens, and keep the output of the last of
+        these rows for the next round."""
         x = self.written(state, verdict, target)
         if self.head is not None and x is not None:
             hidden = x.hidden.view(*verdict.token_ids.shape, -1)
@@ -95,9 +97,11 @@ def make(parts: MethodParts) -> StepHead:
 
 
 def estimate_bytes(size: RoundSize) -> MethodBytes:
-    """Estimate the bytes of the pass in `commit` and of logits. Greedy decoding needs two copies of
-    one step's logits over the head's own ids. Sampling needs two copies of all steps' logits over
-    the target's ids."""
+    """Estimate the bytes of the pass in `commit` and of the logits.
+
+    Greedy decoding needs two copies of the logits of one step, over the head's own ids. Sampling
+    needs two copies of the logits of all steps, over the target's ids.
+    """
     if size.draft is None:
         return MethodBytes()
     batch_size = size.batch_size
@@ -108,8 +112,9 @@ def estimate_bytes(size: RoundSize) -> MethodBytes:
 
 
 def estimate_at_once(size: RoundSize, rows: int) -> MethodBytes:
-    """Estimate the bytes of a pass over `rows` rows and of the logits for all proposals. These are
-    over the head's own ids; for sampling, also two copies over the target's ids."""
+    """Estimate the bytes of a pass over `rows` rows and of the logits of all proposals, which are
+    computed together. There is one copy of the logits over the head's own ids. If tokens are
+    sampled, there are also two copies over the target's ids."""
     if size.draft is None:
         return MethodBytes()
     width = size.draft.vocab_size + (0 if size.is_greedy else 2 * size.vocab_size)

@@ -31,8 +31,8 @@ class Teacher:
     processors: LogitsProcessors | None = None
 
     def changed(self, logits: torch.Tensor, seq: Sequence, start: int) -> torch.Tensor:
-        """Apply the logits processors to logits [N, V'], which follow the N tokens of a text from
-        `start` on."""
+        """Apply the logits processors to logits [N, V']. Row i predicts the token after token
+        `start + i` of the sequence."""
         if self.processors is None:
             return logits
         first, stop = start + 1, start + len(logits)
@@ -72,8 +72,8 @@ def _compare(
     draft_seq: Sequence,
     params: SamplingParams,
 ) -> tuple[list[float], list[float]]:
-    """Compute the acceptance probability of each output token in the draft's sequence, and the
-    overlap of both distributions at each."""
+    """Compute two values for each output token in the draft's sequence: the probability that it is
+    accepted, and the overlap of the draft's and the target's distributions there."""
     target = teacher.target if params.temperature > 0.0 else None
     first = draft_seq.num_prompt_tokens - 1  # its logits decide the first output token
     if first >= len(draft_seq.tokens) - 1:  # no output token is within the draft's context
@@ -110,11 +110,14 @@ def acceptance(
     params: SamplingParams,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two values for each written token, fp32 [M] each: min(1, q / p) for the token, and the
-    sum of min(p, q) over the vocabulary. Here p is the draft's distribution and q the target's.
+    sum of min(p, q) over the vocabulary. Here q is the draft's distribution and p the target's.
 
-    drafted: the draft's logits [M, V']. scored: the target's logits [M, V]; None if decoding is
-    greedy, when both values are 1 if the draft's choice is the written token, else 0. written:
-    int64 [M].
+    If decoding is greedy, both values are 1 where the draft's choice is the written token, else 0.
+
+    drafted: the draft's logits [M, V'].
+    scored: the target's logits [M, V]; None if decoding is greedy.
+    written: int64 [M].
+    vocab_size: V.
     """
     # Truncate the logits of a draft with a different vocabulary size, or pad them with probability
     # zero.
@@ -131,8 +134,8 @@ def acceptance(
 
 @torch.inference_mode()
 def last_logits(teacher: Teacher, tokens: Values[int], width: int, num_prompt: int) -> torch.Tensor:
-    """Return the target's fp32 logits [V] after `tokens`, valid on rank 0. The last pass feeds
-    `width` tokens."""
+    """Return the target's logits for the token that follows `tokens`, fp32 [V]. They are valid only
+    on rank 0. The last `width` tokens are fed in one pass, and those before in prefill passes."""
     seq = Sequence(0, list(tokens), num_prompt, len(tokens))
     teacher.allocator.extend(seq.block_table, len(tokens))
     try:

@@ -1,5 +1,5 @@
-"""Check a model's folder before ranks start, because starting them takes seconds. Imports nothing
-heavy."""
+"""Check a model's folder before any rank is started, because starting ranks takes seconds. Does not
+import torch."""
 
 from specdec_cli.models.config_file import config_file
 from specdec_cli.models.refusals import Indivisible

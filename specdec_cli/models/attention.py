@@ -1,8 +1,8 @@
 """The attention function that transformers' models call, and the paged attention behind it.
 
-transformers looks up the attention function by name, so all models call the same one. It uses the
-object that `attach` put on the calling layer. So two models, or a probe and a run, never share
-state.
+transformers looks up the attention function by name, so all models call the same function. It
+passes the call on to the attention object that `attach` put on the calling layer. Each model has
+its own object, so two models, or a probe and a run, never share state.
 """
 
 import itertools
@@ -38,9 +38,14 @@ class NotPlainAttention(Exception):
 
 
 class Attention(Protocol):
-    """The attention that a model's layers call after rotary embedding. query: [H, T, Dk]. key:
-    [Hkv, T, Dk]. value: [Hkv, T, Dv]. Returns [T, H, Dv], for T tokens, H query heads and Hkv key
-    and value heads."""
+    """The attention that a model's layers call after rotary embedding.
+
+    query: [H, T, Dk], for T tokens and H query heads.
+    key: [Hkv, T, Dk], for Hkv key and value heads.
+    value: [Hkv, T, Dv].
+
+    Returns [T, H, Dv].
+    """
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: ops.AttentionCall
@@ -118,8 +123,9 @@ _handles = itertools.count()
 _by_handle: weakref.WeakValueDictionary[int, "PagedAttention"] = weakref.WeakValueDictionary()
 
 
-# The operator also writes to the cache, which is not an input of the graph. The data dependences
-# between layers keep the calls in order.
+# The operator also writes to the cache. This need not be declared, because the cache is not an
+# input of the graph, and each layer's input depends on the previous layer's output, which keeps the
+# calls in order.
 @torch.library.custom_op("specdec::attend", mutates_args=())
 def attend_by_handle(
     handle: int,

@@ -1,7 +1,8 @@
-"""Compiled forward passes that never fall back to eager mode by accident. Dynamo silently stops
-compiling a code object that it has compiled too often. So each model has two callables, for passes
-of one token and of any number of tokens. Each has its own code object, is one whole graph, and is
-compiled once.
+"""Compiled forward passes that never fall back to eager mode unnoticed.
+
+If Dynamo has compiled the same code object too often, it silently runs it in eager mode. So each
+model has two functions: one for passes of a single token, and one for passes of any larger number
+of tokens. Each has its own code object, is compiled only once, and is compiled as one whole graph.
 """
 
 import contextlib
@@ -54,20 +55,24 @@ class CompiledForward:
         logit_rows: torch.Tensor | None = None,
         states: HiddenStates | None = None,
     ) -> Outputs:
-        """Return logits [T, V], or [M, V] for the rows `logit_rows`, and the hidden states
-        [T, L * H] that `states` records, or None.
+        """Run a pass. Return its logits [T, V], or [M, V] for the rows `logit_rows`, and the hidden
+        states [T, L * H] that `states` recorded, or None.
 
-        token_ids, positions: int64 [T]. logit_rows: int64 [M]. states: records the module's hidden
-        states; every call must pass the same object, or None. The first call with one token
-        compiles, and so does the first with more. Raises Dynamo's exceptions if a pass breaks the
-        graph or would be recompiled.
+        token_ids, positions: int64 [T].
+        logit_rows: int64 [M]; None for all rows.
+        states: records the module's hidden states; None to record none. All calls must pass the
+            same value.
+
+        The first call with one token compiles, and so does the first call with more. Raises
+        Dynamo's exceptions if a pass breaks the graph or would be recompiled.
         """
         one = len(token_ids) == 1
         ids, places = token_ids[None], positions[None]
         if one not in self._called:
             self._on_compile(f"compiling the {self._name}")
             self._called.add(one)
-        # Mark them in every call, because the first calls may run eagerly (`compile_ahead`).
+        # Mark the length as dynamic in every call, not only in the first, because the first calls
+        # may run eagerly (`compile_ahead`).
         for tensor in () if one else (ids, places):
             torch._dynamo.mark_dynamic(tensor, 1)
         with torch._dynamo.config.patch(error_on_recompile=True), _no_advice():

@@ -1,4 +1,5 @@
-"""Read a model's settings from its own files: config, dtype, longest sequence, end-of-text ids."""
+"""Read a model's settings from its own files: config, dtype, maximum sequence length and
+end-of-text ids."""
 
 import json
 from pathlib import Path

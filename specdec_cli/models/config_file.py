@@ -1,6 +1,7 @@
-"""Check a model's config before transformers reads it and makes a module for each layer.
+"""Check the numbers in a model's config before transformers reads it and makes a module for each
+layer.
 
-Imports nothing heavy.
+Does not import torch.
 """
 
 import json
@@ -54,8 +55,9 @@ def separate_quantisation(name: str, place: Path) -> dict[str, Any] | None:
 
 
 def json_object(file: Path, told: str) -> dict[str, Any]:
-    """Return the object in one of a model's JSON files. told: the file's name in messages. Raises
-    `SetupError` if the file cannot be read or holds no object."""
+    """Read one of a model's JSON files, and return the object in it. told: the name by which error
+    messages call the file. Raises `SetupError` if the file cannot be read or does not hold an
+    object."""
     try:
         if not file.is_file():
             raise ValueError("it is not a regular file")

@@ -1,4 +1,5 @@
-"""Convert a checkpoint's tensors to those of a module by transformers' conversion tables."""
+"""Convert the tensors of a checkpoint to those of a module, as transformers' conversion tables
+describe."""
 
 import re
 from contextlib import suppress
@@ -25,10 +26,13 @@ _NEVER_USED = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$")
 
 
 def converted(module: Any, tensors: dict[str, Read]) -> tuple[dict[str, Read], list[str]]:
-    """Return readers for the tensors of `module`, by the module's names, and the file's names that
-    nothing uses. tensors: readers by the file's names. The second result leaves out names that the
-    family is known not to use. A reader raises `ValueError` if the tensors that it joins do not fit
-    together.
+    """Return a reader for each tensor of `module`, by the module's names, and a list of names in
+    the file that nothing uses.
+
+    tensors: a reader for each tensor of the file, by the file's names.
+
+    The list leaves out names that are known to be unused in this family of models. A reader raises
+    `ValueError` if it joins tensors whose shapes do not fit together.
     """
     table = get_model_conversion_mapping(module)
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
@@ -62,7 +66,10 @@ def converted(module: Any, tensors: dict[str, Read]) -> tuple[dict[str, Read], l
 
 class _Group:
     """Tensors of a file that are converted together, to one or several tensors of the module.
-    names: the module's names of the results. name: the first of these."""
+
+    names: the names that the resulting tensors have in the module.
+    name: the first of these names.
+    """
 
     def __init__(self, module: Any, name: str, converter: Any) -> None:
         self.module, self.name, self.converter = module, name, converter
@@ -71,8 +78,9 @@ class _Group:
         self._made: dict[str, torch.Tensor] = {}
 
     def read(self, name: str, part: Part | None = None) -> torch.Tensor:
-        """Return the tensor `name`, or `part` of it. The first call converts the whole group, and
-        each tensor can be read only once. Of stacked experts, a call converts only `part`."""
+        """Return the tensor `name`, or `part` of it. If the group only stacks the matrices of
+        experts, only `part` is converted. Otherwise the first call converts the whole group, and
+        each tensor can be read only once."""
         if part is not None and (of_each := _part_of_each(self.converter, part)) is not None:
             # If the tensors do not fit together, convert them whole below, so that the error shows
             # their shapes.
@@ -91,7 +99,8 @@ class _Group:
         return whole if part is None else part.of(whole)
 
     def _stacked(self, of_each: Part) -> torch.Tensor:
-        """Make the module's tensor from the part `of_each` of every tensor in the file."""
+        """Read only the part `of_each` of every tensor in the group, and convert these parts to the
+        module's tensor."""
         converter = copy(self.converter)
         converter.collected_tensors = {
             pattern: [partial(read, of_each) for read in reads]
@@ -104,8 +113,9 @@ class _Group:
 
 
 def _part_of_each(converter: Any, part: Part) -> Part | None:
-    """Return the part of each expert's matrix from which `part` of the stacked matrices is made.
-    Returns None if the converter does more than stack the matrices and join gate and up."""
+    """Return the part of each expert's matrix that must be read to make `part` of the stacked
+    matrices. Returns None if this is not possible, for example because the converter does more than
+    stack the matrices and join gate and up."""
     steps = [(type(step), getattr(step, "dim", None)) for step in converter.operations]
     if steps[:1] != [(MergeModulelist, 0)] or part.dim == 0:
         return None

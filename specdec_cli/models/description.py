@@ -44,11 +44,14 @@ from specdec_cli.text import reason_of
 class Description(Unfilled):
     """A model that passed all checks and has no weights yet (its tensors are on meta).
 
-    With several ranks, `module` and `layers` have only this rank's part of the matrices and heads.
-    device: the device on which to load it. hidden_layers: the layers whose hidden states the run
-    needs, see `PagedModel`. reach: the maximum number of tokens in a text, for which rotary tables
-    are made. shared, shared_bytes: see `models.draft.Draft`. drafts_at_once: whether the model, as
-    a draft, proposes all tokens of a round in one pass over mask tokens.
+    layers: the cache shape of each layer. With several ranks, `layers` and `module` have only this
+        rank's part of the heads and matrices.
+    device: the device on which to load the model.
+    hidden_layers: the layers whose hidden states the run needs, see `PagedModel`.
+    reach: the maximum number of tokens in a text; rotary tables have this length.
+    shared, shared_bytes: see `models.draft.Draft`.
+    drafts_at_once: whether the model, as a draft, proposes all tokens of a round in one pass over
+        mask tokens.
     """
 
     layers: list[LayerShape]
@@ -106,8 +109,8 @@ class Description(Unfilled):
         return sum(map(held_bytes, own)) - self.shared_bytes
 
     def loaded_bytes(self, *, is_compiled: bool) -> int:
-        """Return the bytes that the loaded model takes. With fused layers, this includes rotary
-        tables and the second copies of weights that a CPU keeps in two forms."""
+        """Return the bytes that the loaded model takes. If its layers are fused, this includes the
+        rotary tables and, on a CPU, the second copies of weights that are kept in two forms."""
         found = self.weight_bytes
         if not is_compiled and is_fusable(self.module):
             turns = num_turns(self.module) * self.layers[0].key_dim
@@ -164,9 +167,12 @@ class Description(Unfilled):
         on_compile: Callable[[str], None] | None = None,
         foreign_ids: bool = False,
     ) -> PagedModel:
-        """Bind the loaded module to a cache of zero blocks. on_compile: called before each
-        compilation; None to fuse the module instead, if it has a fused form. foreign_ids: see
-        `PagedModel`."""
+        """Bind the loaded module to a cache of zero blocks.
+
+        on_compile: called before each compilation. If None, the module is not compiled but fused,
+            provided that it has a fused form.
+        foreign_ids: see `PagedModel`.
+        """
         fused = None
         if on_compile is None:
             begin_stage(f"fusing the {self.spec.role}")
@@ -182,8 +188,13 @@ class Description(Unfilled):
 
 @dataclass(frozen=True, slots=True)
 class DraftPlace:
-    """The arguments with which a method describes its draft: the draft's spec and ranks, the target
-    on meta, and the recipe's settings. share: the weights named by `draft.share`."""
+    """The arguments from which a method describes its draft.
+
+    spec, device, parallel: the draft's spec, device and ranks.
+    target: the target's description, with its tensors on meta.
+    max_model_len, speculation: settings from the recipe.
+    share: the weights that `draft.share` names.
+    """
 
     spec: ModelSpec
     device: torch.device
@@ -197,8 +208,8 @@ class DraftPlace:
 def describe(
     spec: ModelSpec, device: torch.device, parallel: TensorParallel = ALONE
 ) -> Description:
-    """Return this rank's part of a model on meta, after all checks. Raises `SetupError` if the
-    model cannot run."""
+    """Check a model and build this rank's part of it on meta. Raises `SetupError` if the model
+    cannot run."""
     place = place_of(spec)
     config = read_config(spec.name, place, trust_remote_code=spec.trust_remote_code)
     return describe_config(spec, place, config, device, parallel)
@@ -212,7 +223,8 @@ def describe_config(
     parallel: TensorParallel,
     names: Names | None = None,
 ) -> Description:
-    """Describe the model at `place`, given transformers' `config`. names: see `Unfilled`."""
+    """Check the model in the folder or GGUF file `place` and describe it, given its transformers
+    config. names: see `Unfilled`. Raises `SetupError` if the model cannot run."""
     try:
         check_config(config, spec.name)
         is_whole = spec.load_format != "dummy" and names is None
@@ -226,8 +238,8 @@ def describe_config(
                 dtype=dtype,
                 trust_remote_code=spec.trust_remote_code,
             )
-        # With a padding id, gpt2 searches every input for it, which makes the host wait for the
-        # device. The assignment bypasses the config's own check, because some families require a
+        # Remove the padding id: gpt2 would search every input for it, which makes the host wait for
+        # the device. Assign through `vars`, because the configs of some families accept only a
         # number.
         vars(module.config)["pad_token_id"] = None
         module.eval()
@@ -237,7 +249,8 @@ def describe_config(
     except SetupError:
         raise
     except Exception as problem:
-        # Families with attention classes of their own look these up by the name of the attention.
+        # Families with their own attention classes look up a class by the name of the attention
+        # function. They have none for our name, so they raise a KeyError.
         is_own = isinstance(problem, KeyError) and ATTENTION_NAME in problem.args
         reason = f"transformers cannot build it ({reason_of(problem)})"
         if is_own:

@@ -1,5 +1,5 @@
-"""The interface between the engine and a draft. The engine asks a draft for sizes, never for its
-kind."""
+"""The interface between the engine and a draft. The engine asks a draft only for sizes and
+properties; it never checks which kind of draft it is."""
 
 import re
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from specdec_cli.models.spec import ModelSpec
 
 
 class Loaded(Protocol):
-    """A loaded model over a paged cache. storages: the size in bytes of each block of memory that
-    holds its weights or tables, by address."""
+    """A loaded model over a paged cache. storages: the blocks of memory that hold its weights and
+    tables; maps the address of each to its size in bytes."""
 
     cache: KVCache
 
@@ -25,13 +25,16 @@ class Loaded(Protocol):
     def storages(self) -> dict[int, int]: ...
 
     def use(self, cache: KVCache) -> None:
-        """Keep keys and values in `cache` from now on."""
+        """From now on, store keys and values in `cache`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The passes of a draft in one round. count: the number of passes. rows: the number of tokens
-    per sequence in each pass."""
+    """The forward passes that a draft runs in one round.
+
+    count: the number of passes.
+    rows: the number of tokens per sequence in each pass.
+    """
 
     count: int
     rows: int = 1
@@ -39,9 +42,11 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Another interpretation of a checkpoint, where tools differ. told: our interpretation, and the
-    tools that differ from it. draft: the draft under the other interpretation; None if it does not
-    fit the target."""
+    """Another interpretation of a checkpoint whose format other tools read differently.
+
+    told: text for the user: our interpretation, and the tools that have another one.
+    draft: the draft under the other interpretation; None if it does not fit the target.
+    """
 
     told: str
     draft: "Draft | None"
@@ -50,17 +55,24 @@ class Reading:
 class Draft(Protocol):
     """A draft on one rank, before its weights are read.
 
-    layers: the cache shape of each layer. max_len: the number of positions that it may use.
-    vocab_size: the number of ids that it can propose. feature_layers: the target's hidden states
-    that it reads; a draft that reads none has its own vocabulary and tokenizer. weight_bytes: the
-    bytes of its weights, without borrowed ones. notes: facts for the record of a run, each with a
-    name. has_confidence: whether it estimates, before it draws a token, the chance that the token
-    is accepted. max_k: the maximum number of proposals per round; None for no limit. shared,
-    shared_bytes: the target's weights that it uses (`draft.share`), and the bytes that this saves.
-    target_tensors: a pattern for the names of tensors in the target's files that it reads.
-    captured_width: the number of tokens in its largest prefill pass that is captured as a graph; 0
-    without a fused form. can_compile: whether its padded passes can be compiled. keeps_stored:
-    whether any weight stays in the checkpoint's quantised form.
+    layers: the cache shape of each layer.
+    max_len: the number of positions that it may use.
+    vocab_size: the number of ids that it can propose.
+    feature_layers: the target's hidden states that it reads. A draft that reads none has its own
+        vocabulary and tokenizer.
+    weight_bytes: the bytes of its weights, without those that it borrows from the target.
+    notes: facts about the draft for the record of a run, by name.
+    has_confidence: whether it estimates, before it draws a token, the probability that the token is
+        accepted.
+    max_k: the maximum number of proposals per round; None for no limit.
+    shared, shared_bytes: the target's weights that it uses (`draft.share`), and the bytes that this
+        saves.
+    target_tensors: a pattern for the names of tensors that it reads from the target's files; None
+        if it reads none.
+    captured_width: the number of tokens in its largest prefill pass that is captured as a CUDA
+        graph; 0 without a fused form.
+    can_compile: whether its padded passes can be compiled.
+    keeps_stored: whether any weight stays in the quantised form of the checkpoint.
     """
 
     @property
@@ -103,13 +115,13 @@ class Draft(Protocol):
     def keeps_stored(self) -> bool: ...
 
     def within(self, reach: int) -> "Draft":
-        """Return the draft for texts of at most `reach` tokens, with rotary tables of that
-        length."""
+        """Return a copy of this description for texts of at most `reach` tokens; its rotary tables
+        have that length."""
         ...
 
     def loaded_bytes(self, *, is_compiled: bool) -> int:
-        """Return the bytes that the loaded draft takes: weights, some of them in two forms, and
-        tables."""
+        """Return the bytes that the loaded draft takes: its tables and weights, including second
+        copies of weights that are kept in two forms."""
         ...
 
     def passes(self, k: int) -> Passes:
@@ -124,14 +136,19 @@ class Draft(Protocol):
         self, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool = False
     ) -> int:
         """Return the bytes of the tensors that are alive at the peak of a pass, without its inputs.
-        tokens: the number of tokens in the pass. logit_rows: the number of tokens with logits, for
-        models that compute these inside the pass. gathers: whether the memory of attention and of
-        the MLP adds up, as in prefill on CUDA, where the allocator does not reuse it.
+
+        tokens: the number of tokens in the pass.
+        logit_rows: the number of tokens that need logits, for models that compute these inside the
+            pass.
+        gathers: whether the memory of attention and that of the MLP add up, as in prefill on CUDA,
+            where the allocator does not reuse it. Otherwise only the larger counts.
+        is_compiled: whether the pass is compiled.
         """
         ...
 
     def readings(self) -> list[Reading]:
-        """Return the other interpretations of the checkpoint, where tools differ."""
+        """Return the other interpretations of the checkpoint; empty unless other tools read its
+        format differently."""
         ...
 
     def load(
@@ -142,8 +159,10 @@ class Draft(Protocol):
         on_compile: Callable[[str], None] | None = None,
     ) -> Loaded | None:
         """Read the weights and bind the draft to a cache of zero blocks. Returns None on a rank
-        without a part of the draft. on_compile: called before each compilation; None if passes are
-        not to be compiled. All of the target's ranks must call this. Raises `SetupError` for
-        damaged weights.
+        that holds no part of the draft.
+
+        on_compile: called before each compilation; None if passes are not to be compiled.
+
+        All of the target's ranks must call this. Raises `SetupError` for damaged weights.
         """
         ...
