@@ -12,19 +12,21 @@ _DEFAULT = SpeculationSection().method
 
 
 def with_method(recipe: Recipe, *, is_free: bool = False) -> Recipe:
-    """Return the recipe with the method that runs its draft. If the draft is damaged, the recipe is
-    returned unchanged, and loading reports it. is_free: whether the draft's kind may override a
-    method that the recipe names. Raises `UsageError` if the named method cannot run the draft, and
-    `SetupError` if no method can.
+    """Return the recipe with the speculation method that its draft's config.json calls for.
+
+    The recipe is returned unchanged if it has no draft, or if the config is missing or damaged;
+    loading the draft then reports the error. is_free: whether to replace even a method that the
+    recipe names. Raises `UsageError` if the named method cannot run the draft and must not be
+    replaced, and `SetupError` if no method can run the draft. Without proposals neither is raised.
     """
     speculation, draft = recipe.speculation, recipe.draft
     method, has_proposals = speculation.method, speculation.num_speculative_tokens > 0
     asked = METHODS[method]
     is_unused = asked.weights_from != "draft"
-    # A plugin that describes its drafts reads their configs itself.
+    # A plugin with `describe` reads its draft's config itself, so there is nothing to choose here.
     if draft is None or (is_unused and not is_free) or getattr(asked.code, "describe", None):
         return recipe
-    if is_unused:  # a draft that the user named is used
+    if is_unused:  # the user named a draft, so switch to a method that runs drafts
         method, asked = _DEFAULT, METHODS[_DEFAULT]
         speculation = speculation.model_copy(update={"method": method})
         recipe = recipe.model_copy(update={"speculation": speculation})

@@ -1,4 +1,5 @@
-"""Fingerprints that distinguish models of the same name, at the cost of a few reads."""
+"""Fingerprints that distinguish models of the same name. They are fast to compute, because only a
+sample of the weights is read."""
 
 import hashlib
 from collections.abc import Iterator
@@ -11,15 +12,17 @@ from specdec_cli.models.weights import weight_files
 
 _PIECE = 16 * 2**10
 _PIECES = 65  # odd, so that one piece lies in the middle
-_CONFIGS = ("config.json", "generation_config.json")  # the second may set the ids that end a text
+_CONFIGS = ("config.json", "generation_config.json")  # the second may set EOS ids
 
 
 def fingerprint(place: Path, load_format: str) -> str:
-    """Return a hash of a model's folder or GGUF file. Copies have equal hashes, and different
-    weights have different hashes. The hash covers the header of each weight file and evenly spaced
-    pieces of the rest, because training changes weights everywhere. Except for GGUF, it also covers
-    the files' names. For dummy weights it leaves out the weights. Raises `SetupError` for files
-    that cannot be read.
+    """Return a hash of a model's folder or GGUF file: the same for copies of a model, and different
+    for different weights.
+
+    The hash covers the config files, the header of each weight file and evenly spaced pieces of the
+    rest. The pieces suffice, because training changes weights everywhere. Except for GGUF, the hash
+    also covers the files' names. With dummy weights the weights are left out. Raises `SetupError`
+    for files that cannot be read.
     """
     found = hashlib.sha256()
     try:

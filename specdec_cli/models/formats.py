@@ -19,12 +19,15 @@ _KINDS_OF_BITS = {4: INT4, 8: INT8}
 
 
 class Matrices(NamedTuple):
-    """The matrices that a checkpoint stores in one format. form: the naming of their tensors and
-    the order of their codes, see `quantised`. one_scale: whether a matrix has a single scale.
-    ordered: the config's key that says that columns are permuted (`desc_act`, `actorder`), so that
-    the matrices cannot stay quantised; None if no key says so. zeros_less_one: whether the file
-    stores each zero point minus one. targets: the modules with such matrices, as exact names,
-    patterns after `re:`, or `Linear` for all.
+    """The matrices that a checkpoint stores in one format.
+
+    form: how their tensors are named and their codes ordered; see `quantised`.
+    one_scale: whether there is a single scale per matrix.
+    ordered: the key in the config that says that columns are permuted (`desc_act` or `actorder`);
+        None if no key does. Permuted matrices cannot stay quantised.
+    zeros_less_one: whether the file stores each zero point minus one.
+    targets: the modules that have such matrices: exact names, patterns that start with `re:`, or
+        `Linear` for all.
     """
 
     storage: Storage
@@ -36,9 +39,14 @@ class Matrices(NamedTuple):
 
 
 class Scheme(NamedTuple):
-    """The quantised matrices of a checkpoint. left: the modules that are not quantised. left_key:
-    the config's key that lists them. unused: settings of the config that would change the text but
-    have no effect here."""
+    """A description of which matrices of a checkpoint are quantised, and how.
+
+    groups: the quantised matrices, one group per format.
+    left: names or patterns of the modules that are not quantised.
+    left_key: the key in the config that lists these modules.
+    unused: settings in the config that would change the generated text but are ignored here, as
+        phrases for a warning.
+    """
 
     groups: tuple[Matrices, ...]
     left: tuple[str, ...] = ()
@@ -72,8 +80,8 @@ def _matches(target: str, path: str) -> bool:
 
 
 def scheme_of(settings: Settings, model: str) -> Scheme:
-    """Return the scheme of a checkpoint, given its `quantization_config`. Raises a `SetupError`
-    that names the key for settings that are not understood."""
+    """Return the scheme that a checkpoint's `quantization_config` describes. Raises a
+    `SetupError` if a setting is not supported; the error names its key."""
     return FORMATS[settings["quant_method"]](settings, model)
 
 
@@ -164,7 +172,7 @@ def _compressed_tensors(settings: Settings, model: str) -> Scheme:
     return Scheme(tuple(found), left, "ignore", tuple(dict.fromkeys(unused)))
 
 
-# The number types, bits and ways to share scales that each `format` may have.
+# Maps each `format` to the number types, numbers of bits and ways to share scales that it allows.
 _COMPRESSED: dict[str, tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]] = {
     "float-quantized": (("float",), (8,), ("tensor", "channel", "block")),
     "int-quantized": (("int",), (8,), ("tensor", "channel", "group")),

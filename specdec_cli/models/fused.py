@@ -38,12 +38,13 @@ def is_fusable(module: Any) -> bool:
 
 
 class FusedForward:
-    """The fused forward pass of a model. `fuse` makes it.
+    """The fused forward pass of a model, created by `fuse`.
 
-    max_len: the number of positions that passes may use. parallel: the ranks over which the module
-    is split. experts_read: int32 [L], the number of distinct experts whose weights the last pass
-    read in each layer; 0 for a layer without experts. num_mixtures: the number of layers with
-    experts.
+    max_len: the number of positions that passes may use.
+    parallel: the ranks over which the module is split.
+    experts_read: int32 [L], one entry per layer: the number of distinct experts whose weights the
+        last pass read; 0 for a layer without experts.
+    num_mixtures: the number of layers with experts.
     """
 
     def __init__(self, module: Any, max_len: int, parallel: TensorParallel = ALONE) -> None:
@@ -62,7 +63,7 @@ class FusedForward:
             place = index, turns[index], call, following[index], read[index, :1]
             fused.append(FusedLayer.of_layer(layers[index], module.config, family, *place))
             # Return free memory to the device, as the loader does. Otherwise the next layer would
-            # be allocated in fragments.
+            # be allocated in fragments of the freed buffers, which would then stay reserved.
             if sum(p.numel() for p in layers[index].parameters()) >= LARGE:
                 return_unused(module.device)
         # Keep the head's weight: a tied head is also the embedding, and drafts may borrow it.
@@ -84,8 +85,8 @@ class FusedForward:
 
     @property
     def storages(self) -> dict[int, int]:
-        """The size in bytes of each block of memory in use, by its address or another unique
-        number."""
+        """The size in bytes of each memory block that the model uses. Keys are addresses, or ids of
+        Python objects for packed weights."""
         return storages_of([self.cos, self.sin, self.head, self.embedding, *self.stack.held])
 
     def __call__(
@@ -95,8 +96,8 @@ class FusedForward:
         cache: KVCache,
         hidden_layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """Return logits [M, V] of the batch's logit rows, and the hidden states [T, L * H] of
-        `hidden_layers`, or None if there are none."""
+        """Return logits [M, V] of the batch's logit rows, and the hidden states [T, L * H] of the L
+        `hidden_layers`, or None if `hidden_layers` is empty."""
         first = self.stack.layers[0]
         states: dict[int, Tensor] = {}
 
@@ -133,8 +134,8 @@ class FusedForward:
 
 def busy_width(module: Any) -> int:
     """Return the largest width (padded number of tokens) at which a CUDA graph makes a pass faster.
-    Up to it, the host takes longer to queue the pass than the GPU to run it. The module may be on
-    meta."""
+    At larger widths the GPU takes longer to run the pass than the host takes to queue its kernels,
+    so a graph would not save time. The module may be on meta."""
     family, layers = fusable_family(module), module.model.layers
     numbers = sum(numbers_multiplied(layer, module.config, family) for layer in layers)
     return width_busy_with(numbers / len(layers))
@@ -146,8 +147,8 @@ def fuse(module: Any, max_len: int, parallel: TensorParallel = ALONE) -> FusedFo
 
 
 def bytes_held_twice(module: Any) -> int:
-    """Return the bytes of the weights that `fuse` keeps in two forms on a CPU. The module may be on
-    meta."""
+    """Return the size in bytes, counted once, of the weights that `fuse` keeps both packed and
+    unpacked on a CPU. The module may be on meta."""
     groups = [group for layer in module.model.layers for group in matrices(layer)]
     merged = [sum(p.numel() for p in m) for m in groups if not isinstance(m[0], StoredParameter)]
     twice = [n for n in merged if all(ops.forms_of(n, module.dtype))]
@@ -159,8 +160,9 @@ def bytes_held_twice(module: Any) -> int:
 
 @torch.inference_mode()
 def _recorded_calls(module: Any) -> list[ops.AttentionCall]:
-    """Run a pass through the original layers and return the arguments with which each calls
-    attention. The attributes of their modules may be outdated."""
+    """Run a pass through the original layers and return the arguments that each layer passes to
+    attention. They are recorded in a pass, because the attributes of the attention modules may not
+    match what the modules pass."""
     recorder = Recorder()
     attach(module, recorder)
     token = torch.zeros(1, 1, dtype=torch.int64, device=module.device)

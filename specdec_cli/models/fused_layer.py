@@ -1,4 +1,4 @@
-"""Decoder layers for fused passes: merged weights, and what differs between families."""
+"""Fused decoder layers: their merged weights, and the differences between model families."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
@@ -17,18 +17,23 @@ _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 @dataclass(frozen=True, slots=True)
 class Family:
     """The differences of a family's layers from Llama's. Biases, norms of heads, windows and
-    softcaps are not among them, because they are read from the module itself.
+    softcaps are not listed here, because they are read from the module itself.
 
-    activation: the config's key for the activation. is_gemma: norms multiply by 1 + their weight,
-    in fp32, and embeddings are multiplied by the square root of their width. has_post_norms:
-    outputs of attention and MLP are normalised before the residual sum. turns_by_type: each type of
-    layer has its own rotary embedding. halves_turns: rotary tables list each angle once, although a
-    head uses it twice. caps_logits: a config may set a softcap of the logits. rounds_routes: the
-    routing weights of experts are rounded to the model's dtype. clamps_experts: experts are
-    gpt-oss's, with a clamped activation, biases, and weights that are stored transposed.
-    norms_all_heads: query and key are normed over all heads together. turns_partly: a config may
-    rotate only a part of each head. has_sigmoid_routes: experts are chosen by sigmoid scores, with
-    a bias and by groups, and their sum is scaled.
+    activation: the key in the config that names the activation.
+    is_gemma: whether norms multiply by 1 + weight, in fp32, and embeddings are multiplied by the
+        square root of their width.
+    has_post_norms: whether the outputs of attention and MLP are normalised before they are added to
+        the residual stream.
+    turns_by_type: whether each type of layer has its own rotary embedding.
+    halves_turns: whether rotary tables list each angle once, although both halves of a head use it.
+    caps_logits: whether a config may set a softcap of the logits.
+    rounds_routes: whether the routing weights of experts are rounded to the model's dtype.
+    clamps_experts: whether experts are like gpt-oss's, with a clamped activation, biases, and
+        weights that are stored transposed.
+    norms_all_heads: whether query and key are each normalised over all heads together.
+    turns_partly: whether a config may rotate only a part of each head.
+    has_sigmoid_routes: whether experts are chosen by sigmoid scores, with a bias and by groups, and
+        the sum of their outputs is scaled.
     """
 
     activation: str = "hidden_act"
@@ -94,9 +99,9 @@ def has_experts(layer: Any) -> bool:
 
 
 def dense_mlp(layer: Any) -> Any:
-    """Return the MLP that all tokens pass through: the layer's own MLP, or its shared experts, or
-    None if there is neither. Shared experts are computed as an MLP, because computed like routed
-    experts they would take longer than all others."""
+    """Return the MLP that all tokens pass through: the layer's own MLP or its shared experts; None
+    if there is neither. Shared experts run as an MLP, because the kernel for routed experts would
+    take longer for an expert that all tokens use than for any other."""
     return getattr(layer.mlp, "shared_experts", None) if has_experts(layer) else layer.mlp
 
 
@@ -146,7 +151,7 @@ def _experts(layer: Any, config: Any, family: Family, read: Tensor | None) -> op
 
 
 def _clamped_experts(router: Any, experts: Any, config: Any, read: Tensor | None) -> ops.Experts:
-    """Return the experts of a gpt-oss layer. The module's weights become views of theirs."""
+    """Return a gpt-oss layer's experts. The module's weights become views of the returned ones."""
     return ops.Experts(
         router=router.weight.data,
         gate_up=_transposed(experts.gate_up_proj),
@@ -176,12 +181,14 @@ def _transposed(parameter: torch.nn.Parameter) -> Tensor | ops.Stored:
 class FusedLayer:
     """One decoder layer: its merged weights, and the arguments with which it calls attention.
 
-    turn: the index of its rotary embedding among the model's. post_attention_norm, post_mlp_norm:
-    weights of the norms that are applied to the outputs of attention and MLP before the residual
-    sums; None without such norms. following_norm: the weight of the next layer's first norm, or of
-    the final norm. gate_up, down: weights of the MLP for all tokens; None if there are only
-    experts. query_norm, key_norm: norms of each head. all_heads_norms: norms of query and key over
-    all heads together, used instead.
+    turn: the index of its rotary embedding among the model's.
+    post_attention_norm, post_mlp_norm: the weights of norms that are applied to the outputs of
+        attention and MLP before the residual sums; None if the family has no such norms.
+    following_norm: the weight of the next layer's first norm, or of the final norm.
+    query_norm, key_norm: the weights of norms that are applied to each head; None without them.
+    all_heads_norms: the weights of query and key norms over all heads together; None without them.
+    gate_up, down: the weights of the MLP that all tokens pass through; None if there are only
+        routed experts.
     """
 
     index: int
@@ -278,8 +285,8 @@ class FusedLayer:
 
 
 def numbers_multiplied(layer: Any, config: Any, family: Family) -> int:
-    """Return the number of a layer's weights that each token is multiplied by. The layer may be on
-    meta."""
+    """Return the number of a layer's weights that take part in the matrix products for one token:
+    all dense weights, and those of the chosen experts. The layer may be on meta."""
     found = sum(p.numel() for group in matrices(layer) for p in group)
     if has_experts(layer):
         count, chosen, _ = ExpertSizes.of(layer, config, family)
@@ -311,10 +318,9 @@ def matrices(layer: Any) -> list[list[torch.nn.Parameter]]:
 
 
 def merged(parameters: list[torch.nn.Parameter], keep: bool = False) -> ops.Weight:
-    """Merge the rows of all parameters [N_i, K] into one weight. The parameters become views of it.
-    If the weight is packed and has no plain form, they keep only their shapes, or with `keep` also
-    their values.
-    """
+    """Concatenate the rows of all parameters [N_i, K] into one weight, and make the parameters
+    views of it. If the weight is packed and there is no unpacked copy, views are impossible: the
+    parameters then keep only their shapes, or with `keep` also their values."""
     if isinstance(parameters[0], StoredParameter):
         return _joined([p for p in parameters if isinstance(p, StoredParameter)])
     whole = parameters[0].data

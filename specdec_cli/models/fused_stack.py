@@ -88,8 +88,8 @@ class FusedStack:
 
 
 def storages_of(held: list[Any]) -> dict[int, int]:
-    """Return the size in bytes of each block of memory that `held` uses, by its address or another
-    unique number."""
+    """Return the size in bytes of each memory block that `held` uses. Keys are addresses, or ids of
+    Python objects for packed weights."""
     packed = [weight for weight in held if isinstance(weight, ops.PackedWeight)]
     plain = [*held, *(weight.plain for weight in packed)]
     plain += [t for weight in held if isinstance(weight, ops.Stored) for t in weight.tensors]
@@ -104,8 +104,8 @@ Attend = Callable[[FusedLayer, Tensor, KVCache, ForwardBatch], Tensor]
 
 
 def _attention_of(batch: ForwardBatch, cos: Tensor, sin: Tensor, num_turns: int) -> Attend:
-    """Return the attention function for the fused layers of one pass. On a CPU all layers share the
-    rotations and the plan.
+    """Return the attention function for the fused layers of one pass. On a CPU the rotations and
+    the plan for gathering keys and values are computed once and used by all layers.
 
     cos, sin: [T, R * D], the rows of the rotary tables, with R = num_turns embeddings side by side.
     """

@@ -54,13 +54,13 @@ _UNSUPPORTED: dict[str, Any] = {
 
 _KEYS = {"do_sample", *_PROCESSING, *_DRAW, *_UNSUPPORTED, *_UNSUPPORTED_DRAW}
 _GIVE = "leave sampling.from out, and give the values that you want"
-_FROM = "_read_from"  # key for the file that the values are from, if not FILE
+_FROM = "_read_from"  # key for the name of the file that was read, if it is not FILE
 
 
 def generation_config(place: Path) -> dict[str, Any]:
     """Return the contents of a model's generation_config.json. Old checkpoints have no such file,
-    and `generate` then uses the same keys of config.json; so these are returned, if there are any.
-    """
+    and `generate` then reads the same keys from config.json. For them, return these keys and their
+    values from config.json; the result is empty if there are none."""
     file, older = place / FILE, place / CONFIG
     if file.is_file():
         return json_object(file, str(file))
@@ -76,16 +76,16 @@ def file_of(stored: Mapping[str, Any]) -> str:
 
 
 def recommended(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of the recipe's `sampling` that the file sets, with their values. Keys for
-    drawing, such as temperature, count only if the file has `do_sample`; otherwise `generate` is
-    greedy."""
+    """Return the keys of the recipe's `sampling` that the file sets, with their values. Keys of
+    random sampling, such as temperature, are ignored unless the file sets `do_sample`, because
+    `generate` is greedy without it."""
     known = {**_PROCESSING, **(_DRAW if stored.get("do_sample") else {})}
     found = {key: stored[key] for key in known if stored.get(key) is not None}
     return {key: tuple(v) if isinstance(v, list) else v for key, v in found.items()}
 
 
 def unsupported(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in the file that change the text of `generate` but have no effect
+    """Return the settings in the file that change what `generate` would write but are not supported
     here."""
     known = {**_UNSUPPORTED, **(_UNSUPPORTED_DRAW if stored.get("do_sample") else {})}
     values = {key: stored[key] for key in known if stored.get(key) not in (None, False)}
@@ -93,10 +93,10 @@ def unsupported(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_sampling(recipe: Recipe) -> Recipe:
-    """Return the recipe with the sampling settings of its target's files, if `sampling.from` is
-    model. Raises `UsageError` if the recipe has other values, or if these settings are missing or
-    unsupported, and `SetupError` for a damaged file.
-    """
+    """Return the recipe with the sampling settings from its target's files, if `sampling.from` is
+    model; otherwise return it unchanged. Raises `UsageError` if the recipe itself sets one of them
+    to a different value, or if the settings are missing or unsupported, and `SetupError` if the
+    file is damaged."""
     asked, target = recipe.sampling, recipe.target
     if asked.source == "recipe":
         return recipe

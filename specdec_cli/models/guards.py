@@ -1,9 +1,10 @@
-"""Limits for tokenizers, whose files come with a model and may do harm. Sizes of files, lengths of
-texts, chat templates and calls of native code are limited.
+"""Limits on the harm that a model's tokenizer files can do. File sizes and text lengths are
+limited, and so are chat templates and calls of native code.
 
-A chat template is a program and may never end. Native code cannot be interrupted, its panics are
-not an `Exception`, and it aborts the process when memory runs out. So native code runs in a thread
-with a time limit, after a check of how long it can make a text.
+A chat template is a program and may never end, so its time and memory are limited. Native code
+cannot be interrupted, its panics are not an `Exception`, and it aborts the process when memory runs
+out. So it is called only after checking that it cannot make a text too long, and in a thread that
+is abandoned after a time limit.
 """
 
 import fcntl
@@ -23,10 +24,10 @@ from specdec_cli.text import inert, shortened
 
 T = TypeVar("T")
 
-TEXT_SECONDS = 10.0  # time limit for a text, and as much again per million characters or ids
-TEMPLATE_SECONDS = 10.0  # processor time for one conversation, in seconds
-TEMPLATE_BYTES = 2 * 2**30  # bytes in addition to the process's present memory
-MOST_CHARACTERS = 2**25  # maximum characters of a text after rendering or other steps
+TEXT_SECONDS = 10.0  # time limit of native code; 10 more per million characters or ids
+TEMPLATE_SECONDS = 10.0  # limit on the processor time to render one conversation
+TEMPLATE_BYTES = 2 * 2**30  # memory that rendering may take beyond what the process uses
+MOST_CHARACTERS = 2**25  # limit on a text after rendering or steps of tokenizer.json
 FILE_BYTES = 2**28
 _READ = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".bpe"}
 _MOST_GROWTH = 10_000
@@ -85,7 +86,7 @@ def bounded(seconds: float, size: int) -> Iterator[None]:
     seconds: the processor time after which `TimeoutError` is raised. size: the bytes that the code
     may take in addition to the process's present memory; beyond them, `MemoryError` is raised.
     """
-    if threading.current_thread() is not threading.main_thread():  # only there do signals arrive
+    if threading.current_thread() is not threading.main_thread():  # only it receives signals
         yield
         return
 

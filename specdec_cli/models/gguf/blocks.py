@@ -16,11 +16,14 @@ from torch import Tensor
 class Layout(NamedTuple):
     """The layout of one type of block.
 
-    fields: the fields of a block in order, with their sizes in bytes. `d` and `m` are half floats,
-    the factors of scales and of minima; `scales` has the integers that they multiply. `low` has the
-    low four bits of each value and `high` the other bits; `whole` has whole values instead. low:
-    the number of bytes that are unpacked together: first the low halves of all, then the high
-    halves. high: the same for the field `high`, and the number of bits that each value has there.
+    storage: the storage that keeps the values of such blocks.
+    fields: the fields of a block in order, with their sizes in bytes. `d` is a half float that
+        gives the scales, and `m` one that gives the minima. In the K types they are multiplied by
+        the integers in `scales`, one per group. `low` has the low four bits of each value and
+        `high` the other bits; `whole` has whole values instead.
+    low: how `low` is ordered: each run of this many bytes has first the low halves of all bytes,
+        then their high halves.
+    high: the same number for the field `high`, and the number of bits that each value has there.
     """
 
     storage: Storage
@@ -47,12 +50,12 @@ KEPT = {
 
 
 def kept_as(kind: str, dtype: torch.dtype) -> Storage | None:
-    """Return the storage of a GGUF type in a run of `dtype`, or None if the type must be
+    """Return the storage for a GGUF type if the model runs in `dtype`, or None if the type must be
     dequantised.
 
-    A scale of the K types is the product of a half float and an integer of 6 or 8 bits. Runs in
-    fp32 keep the product exactly. Other runs round it to a half float, by at most 2^-11 of its
-    size; dequantising to bf16 would round each value by up to 2^-8.
+    A scale of the K types is the product of a half float and an integer of 6 or 8 bits. If `dtype`
+    is fp32, the product is kept exactly. Otherwise it is rounded to a half float, with a relative
+    error of at most 2^-11, which is less than the 2^-8 per value of dequantising to bf16.
     """
     if (layout := KEPT.get(kind)) is None:
         return None
@@ -61,8 +64,8 @@ def kept_as(kind: str, dtype: torch.dtype) -> Storage | None:
 
 
 def shared_by(storages: Collection[Storage]) -> Storage:
-    """Return an int8 storage that represents the values of all `storages` exactly. These are
-    results of `kept_as`."""
+    """Return an int8 storage that can hold the values of all `storages` exactly. storages: results
+    of `kept_as`."""
     wide = min(storage.group[1] for storage in storages)
     scales = max((storage.scales for storage in storages), key=lambda dtype: dtype.itemsize)
     return replace(
@@ -95,7 +98,7 @@ def fields_of(kind: str, blocks: Tensor, storage: Storage) -> list[Tensor]:
 
 def _numbers(layout: Layout, parts: dict[str, Tensor]) -> Tensor:
     """Return the codes of blocks, int8 [..., B, values per block]. They are centred on zero for
-    types without minima, and at least zero for others."""
+    types without minima, and never negative for the others."""
     if (whole := parts.get("whole")) is not None:
         return whole.view(torch.int8)
     numbers, middle = _spread(parts["low"], layout.low, 4), 8
@@ -111,14 +114,14 @@ def _factors(parts: dict[str, Tensor]) -> list[Tensor]:
     if "scales" in parts:
         shares = _shares(parts["scales"]) if "m" in parts else [parts["scales"].view(torch.int8)]
         found = [factor * share for factor, share in zip(found, shares, strict=True)]
-    elif "m" in parts:  # these minima are added; those of the K types are subtracted
+    elif "m" in parts:  # negate: these files add minima, but `Stored` subtracts them
         found[1] = -found[1]
     return found
 
 
 def _spread(content: Tensor, width: int, bits: int) -> Tensor:
-    """Unpack values of `bits` bits. Each run of `width` bytes gives first the lowest bits of all
-    its bytes, then the next bits, and so on."""
+    """Unpack values of `bits` bits each. In every run of `width` bytes, the first `width` values
+    are in the lowest bits of the bytes, the next `width` values in the next bits, and so on."""
     parts, mask = content.unflatten(-1, (-1, width)), (1 << bits) - 1
     return torch.stack([parts >> at & mask for at in range(0, 8, bits)], -2).flatten(-3)
 

@@ -28,7 +28,7 @@ _TEXT_ONLY = {"gemma3": "gemma3_text"}
 # instead of the head size, and no key says so.
 _OTHER_SCALE = {("gemma2", 46), ("gemma3", 62)}
 _PLAIN = {"F32": None, "F16": "float16", "BF16": "bfloat16"}
-_SIGMOID = 2  # the GGUF value for sigmoid scores of experts
+_SIGMOID = 2  # value of `expert_gating_func` for sigmoid scores of experts
 _ROTARY_FACTORS = "rope_freqs.weight"
 
 
@@ -59,8 +59,8 @@ def gguf_config(name: str, header: Header) -> Any:
 
 
 def _mapped(architecture: str, header: Header) -> dict[str, Any]:
-    """Return the config's keys and values: those that transformers' tables map, and those that the
-    tables leave out."""
+    """Return the config's keys and their values. Most come from transformers' tables; those that
+    the tables leave out are added."""
     known = FROM_GGUF[architecture]
     # transformers distinguishes mistral from llama by the model's name.
     is_mistral = architecture == "llama" and header.values.get("general.name") == "mistral"
@@ -95,7 +95,7 @@ def _mapped(architecture: str, header: Header) -> dict[str, Any]:
     if family in ("phi3", "mistral"):
         more["sliding_window"] = said("attention.sliding_window")
     if family in ("llama", "mistral", "qwen2"):
-        del more["head_dim"]  # the tables map rope.dimension_count to it, if the file has that
+        del more["head_dim"]  # the tables take it from rope.dimension_count, if present
     if family == "llama" and "blk.0.attn_q.bias" in header.tensors:
         more["attention_bias"] = True
     if family == "llama" and "blk.0.ffn_gate.bias" in header.tensors:
@@ -113,8 +113,9 @@ def _mapped(architecture: str, header: Header) -> dict[str, Any]:
 
 
 def _dtype(header: Header) -> str | None:
-    """Return the name of an unquantised file's dtype; None if any tensor is quantised. It is
-    float32 only if all tensors are."""
+    """Return the name of an unquantised file's dtype, or None if any tensor is quantised. If only
+    some tensors are 16-bit, it is their dtype, or bfloat16 if both 16-bit dtypes occur. float32 is
+    returned only if all tensors are float32."""
     kinds = {name_of(t.kind) for t in header.tensors.values()}
     if not kinds <= _PLAIN.keys():
         return None

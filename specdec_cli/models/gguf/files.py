@@ -20,9 +20,9 @@ def first_parts(names: Iterable[str]) -> list[str]:
 
 
 def chosen(name: str, names: Iterable[str], file: str | None) -> str | None:
-    """Return the name of the GGUF file to use: `file` if it is given, else the only model in
+    """Return the name of the GGUF file to use: `file` if it is given, otherwise the only model in
     `names`, or None if there is none. name: the model's name, for messages. Raises `SetupError` if
-    `file` is not among `names`, or if several models are."""
+    `file` is not among `names`, or if it is None and there are several models."""
     all_names = list(names)
     models = first_parts(all_names)
     told = ", ".join(one_line(n) for n in models[:_MOST_SHOWN])
@@ -73,8 +73,8 @@ def read_model(file: Path) -> Header:
 
 
 def layers_in(header: Header) -> int | None:
-    """Return the number of layers according to the tensors' names, or None if no name has a
-    layer."""
+    """Return the number of layers, found from the tensors' names, or None if no name contains a
+    layer index."""
     found = filter(None, (re.match(r"blk\.(\d{1,9})\.", name) for name in header.tensors))
     return max((int(match[1]) + 1 for match in found), default=None)
 

@@ -18,7 +18,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"}
 _SCALARS |= {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
-_MOST_STRINGS = 1 << 22  # in all arrays; the largest vocabularies have 1 << 20 tokens and merges
+_MOST_STRINGS = 1 << 22  # in all arrays together; the largest models have 1 << 20 tokens and merges
 _MOST_NUMBERS = 1 << 22  # maximum number of values in one array
 _MOST_KEYS, _MOST_TENSORS = 1 << 16, 1 << 20
 _NAME_BYTES = 1 << 12
@@ -40,8 +40,12 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of a GGUF file. values: the metadata by key, with arrays as lists. tensors: by
-    name. size: the number of bytes in the header."""
+    """The header of a GGUF file.
+
+    values: the metadata by key. Arrays are lists.
+    tensors: each tensor's place in the file, by the tensor's name.
+    size: the length of the header in bytes.
+    """
 
     file: Path
     values: dict[str, Any]
@@ -70,8 +74,8 @@ def read_header(file: Path) -> Header:
 
 @lru_cache(maxsize=16)
 def _read(file: Path, size: int, changed: int) -> Header:
-    """Read the header of a file. The arguments are the key of the cache: path, size in bytes and
-    modification time."""
+    """Read the header of a file. Results are cached. The key is the path, the size in bytes and the
+    modification time `changed`, so that a file is read again if it has changed."""
     if not file.is_file():
         raise ValueError("it is not a regular file")
     if size < 24:
@@ -168,8 +172,8 @@ class _HeaderReader:
         return self.texts(count, what)
 
     def texts(self, count: int, what: str) -> list[str]:
-        """Read `count` texts. They have a fast loop of their own, since there may be hundreds of
-        thousands."""
+        """Read `count` strings. This is a separate loop, written for speed, since there may be
+        hundreds of thousands."""
         found, at, content, size = [], self.at, self.content, self.size
         length_of = struct.Struct("<Q").unpack_from
         try:

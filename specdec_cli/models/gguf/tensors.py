@@ -23,7 +23,7 @@ from specdec_cli.models.refusals import Unsupported
 from specdec_cli.models.weights import Part, Read, WrongShape
 from specdec_cli.text import one_line, shown
 
-# The names of architectures in GGUF files, and transformers' names of these families.
+# Maps the names of architectures in GGUF files to transformers' names for the same families.
 FROM_GGUF = {
     "llama": "llama",
     "mistral": "mistral",
@@ -40,12 +40,12 @@ _NAMED_LIKE = {"mistral": "llama"}  # the gguf package has no tensor names for m
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
 _PLAIN |= {"BF16": torch.bfloat16}
 _NUMBERS_AT_ONCE = 1 << 18  # values that a thread dequantises at once
-_KEPT_AT_ONCE = 1 << 24  # values at once, of matrices that stay quantised
-_MOST_THREADS = min(4, os.cpu_count() or 1)  # numpy releases the GIL meanwhile
+_KEPT_AT_ONCE = 1 << 24  # values converted at once, for matrices that stay quantised
+_MOST_THREADS = min(4, os.cpu_count() or 1)  # threads run in parallel, as numpy releases the GIL
 _ALL = slice(None)
 _GATE_UP = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.gate_up_proj")
 _ROUTER_BIAS = re.compile(r"model\.layers\.(\d+)\.mlp\.e_score_correction_bias")
-_USED_ELSEWHERE = ("rope_freqs.weight",)  # it becomes part of the config
+_USED_ELSEWHERE = ("rope_freqs.weight",)  # `gguf_config` reads it into the config
 
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -80,8 +80,9 @@ def kinds_of(header: Header) -> list[str]:
 
 
 def readers(module: Any, header: Header, dtype: torch.dtype) -> tuple[dict[str, Read], list[str]]:
-    """Return readers of the tensors of `module` in `dtype`, by the module's names, and the names in
-    the file that nothing uses."""
+    """Return two results: a reader for each tensor of `module` that the file has, by the module's
+    name for it, and the names of the tensors in the file that are not used. Readers convert to
+    `dtype`."""
     found, used = {}, set()
     for name, sources, change in _sources(module, header):
         found[name] = _reader([header.tensors[source] for source in sources], dtype, change)
@@ -94,8 +95,9 @@ ReadAs = Callable[[Storage], Stored]
 
 
 def kept_readers(module: Any, header: Header) -> dict[str, tuple[Storage, ReadAs]]:
-    """Return the storage and a reader of each matrix that can stay in the file's quantised form, by
-    name. A reader takes the storage to convert to: its own, or one that several matrices share."""
+    """Return, by name, each matrix of `module` that can stay quantised as (storage, reader). The
+    storage corresponds to the matrix's type in the file. The reader is called with the storage to
+    convert to: either that one, or one that several matrices share."""
     found: dict[str, tuple[Storage, ReadAs]] = {}
     for name, sources, change in _sources(module, header):
         stored = [header.tensors[source] for source in sources]
@@ -129,8 +131,8 @@ def _sources(module: Any, header: Header) -> Iterator[tuple[str, list[str], Chan
 def _as_stored(
     name: str, stored: list[TensorPlace], change: Change | None, storage: Storage
 ) -> Stored:
-    """Read a matrix and convert it to `storage`. Raises a `SetupError` that names the matrix if its
-    scales do not fit."""
+    """Read a matrix and convert it to `storage`. Raises a `SetupError` that names the matrix if a
+    scale is not finite in the storage's dtype."""
     parts = []
     for place in stored:
         with _told(place):
@@ -156,8 +158,8 @@ def _as_stored(
 
 
 def _names(architecture: str, layers: int) -> Callable[[str], str]:
-    """Return a function that turns a module's tensor names into names in the file, by the gguf
-    package's table."""
+    """Return a function that translates a module's tensor names to the names in the file. It uses
+    the gguf package's table."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     wanted = _NAMED_LIKE.get(architecture, architecture)
@@ -166,7 +168,7 @@ def _names(architecture: str, layers: int) -> Callable[[str], str]:
 
     def name_in_file(name: str) -> str:
         base, dot, leaf = name.rpartition(".")
-        if leaf not in ("weight", "bias"):  # the names of stacked experts have neither ending here
+        if leaf not in ("weight", "bias"):  # names of stacked experts have no such ending
             base, dot, leaf = name, ".", "weight"
         return f"{table.get_name(base)}{dot}{leaf}"
 
@@ -197,12 +199,12 @@ def _halves(value: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _reader(stored: list[TensorPlace], dtype: torch.dtype, change: Change | None) -> Read:
-    """Return a reader of a tensor that the file stores as one, or, for gate and up of experts, as
-    two."""
+    """Return a reader of one tensor of the module. stored: the tensor in the file. For the merged
+    gate and up projections of experts there are two, which the reader concatenates."""
 
     def read(part: Part | None = None) -> torch.Tensor:
-        # Read vectors in fp32. The weights of gemma's norms must be shifted before they are
-        # rounded, as when they were stored, and some families keep biases in fp32.
+        # Read vectors in fp32. Files store the weights of gemma's norms plus 1, so 1 must be
+        # subtracted before they are rounded. Also, some families keep biases in fp32.
         exact = torch.float32 if len(stored[0].shape) == 1 else dtype
         if len(stored) == 1:
             is_rows = part is not None and part.dim == 0 and part.blocks == 1
@@ -280,7 +282,7 @@ def _plain(content: np.ndarray[Any, Any], kind: str, number: int) -> torch.Tenso
 
     if kind in _PLAIN:
         return torch.from_numpy(np.array(content)).view(_PLAIN[kind])
-    with np.errstate(all="ignore"):  # scales may be NaN or infinite
+    with np.errstate(all="ignore"):  # do not warn of scales that are NaN or infinite
         found = dequantize(np.array(content)[None], GGMLQuantizationType(number))
     return torch.from_numpy(found).flatten()
 

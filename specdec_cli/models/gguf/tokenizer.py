@@ -1,7 +1,7 @@
 """The tokenizer in a GGUF file, built by transformers from the file's vocabulary.
 
-Versions of transformers differ in special tokens and in the ids at the beginning and end of texts,
-so this module sets them itself.
+Versions of transformers differ in which tokens they mark as special, and in which ids they add at
+the beginning and end of a text, so this module sets both itself.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from specdec_cli.models.gguf.header import Header
 from specdec_cli.models.gguf.tensors import FROM_GGUF
 from specdec_cli.text import shown
 
-_VOCABULARY_BYTES = 1 << 25  # without merges, transformers tries every split of each token
+_VOCABULARY_BYTES = 1 << 25  # limit: without merges, transformers slowly tries all splits
 _TOKEN_BYTES = 1 << 12
 _CONTROL, _USER_DEFINED = 3, 4
 _BYTE_LEVEL, _PIECES = "gpt2", "llama"  # kinds of tokenizers

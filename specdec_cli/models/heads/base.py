@@ -36,8 +36,9 @@ class HeadWeights:
 
 
 class Other(NamedTuple):
-    """Another interpretation of a config, which some tools use. told: a description of it. changes:
-    the fields of the config that it changes, with their values."""
+    """An alternative interpretation of a head's config, which some other tools use. told: a
+    description of it, for messages. changes: the fields of `HeadConfig` that it changes, with their
+    values."""
 
     told: str
     changes: Mapping[str, Any]
@@ -46,14 +47,20 @@ class Other(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
     """The settings of a head of any kind. They determine its checkpoint, its memory and its cache.
-    name: the checkpoint's name, for messages. body: transformers' config of the head's layers.
-    windows: the sliding window of each layer; 0 for none. target_hidden_size: the width of the
-    target's hidden states. vocab_size: V. draft_vocab_size: Vd. num_target_layers: the number of
-    the target's layers; None if the checkpoint does not say. others: other tools' interpretations,
-    where they differ. quantisation: the settings of quantised matrices; None if all are plain.
-    noun: the word for this kind of head in messages. shift: 1 if row t embeds token t + 1, 0 if it
-    embeds token t. carries: whether the output for the last accepted token is kept for the first
-    proposal of the next round.
+
+    noun: what messages call this kind of head.
+    shift: 1 if row t embeds token t + 1, 0 if it embeds token t.
+    carries: whether the output for the last accepted token is kept for the first proposal of the
+        next round.
+    name: the checkpoint's name, for messages.
+    body: transformers' config of the head's layers.
+    windows: the sliding window of each layer; 0 for a layer without one.
+    target_hidden_size: the width of the target's hidden states.
+    vocab_size: V, the number of the target's ids.
+    draft_vocab_size: Vd, the number of ids that the head can propose.
+    num_target_layers: the number of the target's layers; None if the checkpoint does not say.
+    others: the interpretations of other tools, if they differ from ours.
+    quantisation: the settings of quantised matrices; None if all matrices are unquantised.
     """
 
     noun: ClassVar[str]
@@ -92,12 +99,13 @@ class HeadConfig:
 
     @property
     def numbers_fused(self) -> int:
-        """The number of intermediate values per row in `Head.fuse`."""
+        """The number of intermediate values per row that `Head.fuse` needs. It counts towards the
+        peak memory of a pass."""
         return 0
 
     @property
     def sizes_held(self) -> dict[str, int]:
-        """The number of values of each weight that is kept in another form than the checkpoint's,
+        """The number of values in memory of each weight whose size differs from the checkpoint's,
         by name."""
         return {}
 
@@ -107,7 +115,9 @@ class HeadConfig:
         return self.hidden_size
 
     def carried_bytes(self, itemsize: int) -> int:
-        """Return the bytes of outputs that are kept for each block of the cache."""
+        """Return the number of bytes that each block of the cache needs for outputs that are kept
+        until the next round. Usually this is one hidden state if `carries`, and otherwise
+        nothing."""
         return self.hidden_size * itemsize * self.carries
 
     @property
@@ -131,7 +141,7 @@ class HeadConfig:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Further facts for the record of a run, each with a name."""
+        """More facts about the head for the record of a run: texts by title."""
         return {}
 
     def passes(self, k: int) -> Passes:
@@ -140,7 +150,8 @@ class HeadConfig:
         return Passes(k)
 
     def cache_layers(self, parallel: TensorParallel = ALONE) -> list[LayerShape]:
-        """Return the cache shape of each layer, for this rank's part of the heads."""
+        """Return the cache shape of each layer. It counts only the KV heads that this rank
+        holds."""
         heads = max(1, self.body.num_key_value_heads // parallel.size)
         return [LayerShape(heads, self.body.head_dim, self.body.head_dim)] * len(self.windows)
 
@@ -180,7 +191,7 @@ class HeadConfig:
         width, head_dim = self.hidden_size, self.body.head_dim
         mixed = self.body.num_attention_heads // size * head_dim
         qkv = mixed + 2 * cached.num_kv_heads * head_dim
-        common = 2 * head_dim + 3 * width  # the embedding, the normed embedding, the hidden state
+        common = 2 * head_dim + 3 * width  # cos, sin; embedding, normed embedding, hidden state
         attention = 3 * width + (2 * qkv + 5 * mixed if gathers else qkv + 2 * mixed)
         mlp = 2 * width + 3 * (self.body.intermediate_size // size)
         layer = attention + mlp if gathers else max(attention, mlp)

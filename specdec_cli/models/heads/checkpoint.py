@@ -1,8 +1,8 @@
 """Read and check the weights of a head, borrow them from the target, or draw them at random.
 
-`HeadConfig.shapes` names the weights. A head with a reduced vocabulary has two more tensors. d2t,
-int64 [Vd], is the target's id of each token minus the head's id of it. t2d, bool [V], is true for
-the target's ids that the head can propose.
+`HeadConfig.shapes` names the weights. The checkpoint of a head with a reduced vocabulary has two
+more tensors. d2t, int64 [Vd], maps the head's ids to the target's: id i of the head is id i +
+d2t[i] of the target. t2d, bool [V], is true for the target's ids that the head can propose.
 """
 
 import hashlib
@@ -74,7 +74,7 @@ def read_weights(
                 whole = wanted[name]
                 part = parts.get(name, Part(0, 0, whole[0], whole))
                 own = _read(config, name, found[name], part).to(device, dtype)
-                tensors[name] = own.contiguous()  # a pickled tensor's part is a view
+                tensors[name] = own.contiguous()  # a pickled tensor's part may be a strided view
             else:
                 _check_serves(config, name, lent[name], shape, dtype)
                 tensors[name] = lent[name].detach()
@@ -89,9 +89,9 @@ def dummy_weights(
     lent: Lent = MappingProxyType({}),
     parallel: TensorParallel = ALONE,
 ) -> HeadWeights:
-    """Make random weights and return this rank's part of them. Matrices are seeded by name, norms
-    are one, biases are zero, and ids are evenly spaced. The embedding is the target's if it fits,
-    as for most heads."""
+    """Create random weights and return this rank's part of them. Each matrix is seeded by its name,
+    norms are one, biases are zero, and the ids that the head can propose are evenly spaced. If the
+    target's embedding fits, it is used, since most heads share it with their target."""
     tensors = dict[str, torch.Tensor]()
     shapes, (_, parts) = config.shapes(), config.split(parallel)
     for name in config.shapes(parallel):

@@ -45,12 +45,15 @@ Bind = Callable[[Head, KVCache], PagedHead]
 class HeadDescription:
     """A head that fits its target and has no weights yet.
 
-    config: the config of the whole head, even if ranks split it. make, bind: see `describe_head`.
+    config: the config of the whole head, even if ranks split it.
+    make, bind: see `describe_head`.
     max_len: the number of positions that the head may use, which may exceed the context length in
-    its config. num_target_layers: the number of layers of the target. feature_layers: the target's
-    hidden states that the head reads. borrows: the names of the weights that it takes from the
-    target. gathers_head: whether it must gather the target's output matrix from several ranks, and
-    so keeps a copy.
+        its config.
+    num_target_layers: the number of layers of the target.
+    feature_layers: the indices of the target's hidden states that the head reads.
+    borrows: the names of the weights that it takes from the target.
+    gathers_head: whether it borrows the target's output matrix but needs other rows than this rank
+        of the target holds. The matrix is then gathered, and the head keeps a copy of its rows.
     """
 
     spec: ModelSpec
@@ -148,8 +151,8 @@ class HeadDescription:
         return found
 
     def block_bytes(self, block_size: int) -> int:
-        """Return the bytes of one block of the head's cache, with the outputs that are kept for
-        it."""
+        """Return the bytes of one block of the head's cache, including the outputs that are stored
+        with it; see `HeadConfig.carried_bytes`."""
         carried = self.config.carried_bytes(self.dtype.itemsize)
         held = block_bytes(self.layers, block_size, cache_dtype(self.spec, self.dtype))
         return held + carried
@@ -157,7 +160,8 @@ class HeadDescription:
     def pass_bytes(
         self, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool = False
     ) -> int:
-        """See `models.draft.Draft`. A head's logits are computed outside its passes."""
+        """See `models.draft.Draft`. A head's logits are computed outside its passes, so
+        `logit_rows` is ignored."""
         row = self.config.row_numbers(self.parallel, gathers=gathers)
         return tokens * row * self.dtype.itemsize
 
@@ -216,11 +220,13 @@ def describe_head(
     config.split(parallel)
     layers = check_target(config, int(settings.hidden_size), target.vocab_size, num_layers)
     check_hidden_layers(target.module, layers)
-    # The dtype in the config is the one used in training. Tools run a head in its target's dtype.
+    # The dtype in the config is the one used in training. Other tools ignore it and run a head in
+    # its target's dtype, and so does `auto`.
     dtype = target.dtype if spec.dtype == "auto" else getattr(torch, spec.dtype)
     lent = _lent_by(target.module)
     whole = lent[HEAD].new_empty(target.vocab_size, lent[HEAD].shape[1])
-    # If both models are split over the same ranks, each rank already holds the part that it needs.
+    # The target's output matrix must be gathered if its ranks hold other rows than the head's ranks
+    # need. Models that are split over the same number of ranks need the same rows.
     is_apart = lent[HEAD].shape != whole.shape and parallel.size != target.parallel.size
     lent[HEAD] = whole
     if spec.load_format == "dummy":

@@ -23,7 +23,8 @@ from specdec_cli.text import shown
 _KINDS = "qwen3", "llama", None
 _HARMLESS = re.compile(r"(^|[.])rotary_emb[.]|^verifier_")
 MARKOV_EMBEDDING, MARKOV_OUT = (f"markov_head.markov_w{i}.weight" for i in (1, 2))
-# The projection of the Markov types that read the hidden state as well as the previous token.
+# The extra projection of the Markov types that read the hidden state, too, not
+# only the previous token.
 MARKOV_JOINT = {"gated": "markov_head.gate_proj", "rnn": "markov_head.joint_proj"}
 CONFIDENCE = "confidence_head.proj"
 # The shape of that projection, as a function of the rank and the hidden width; empty for a type
@@ -33,7 +34,8 @@ MARKOV_TYPES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "gated": lambda rank, width: (rank, width + rank),
     "rnn": lambda rank, width: (3 * rank, 2 * rank + width),
 }
-# Keys that select variants of the network in some tools, with the values that mean the plain form.
+# Keys that select variants of the network in some tools, each with the values that select the
+# standard network. Other values are refused; for an empty tuple, any value is.
 _OFF = "use_swa", "causal", "is_causal", "shift_label", "add_swa_attention_sink_bias"
 _SCALES = "attention_value_scale", "input_embedding_scale", "output_multiplier"
 _VARIANTS: dict[str, tuple[Any, ...]] = {
@@ -48,14 +50,19 @@ _VARIANTS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DFlashConfig(HeadConfig):
-    """The settings of a DFlash or DSpark drafter. block_size: the number of rows of a pass in
-    training. mask_id: the mask token, which rows embed whose token is not known yet. layer_ids: the
-    target's layers whose inputs are read, numbered as hidden states; None if the config names none.
+    """The settings of a DFlash or DSpark drafter.
+
+    block_size: the number of rows per pass in training.
+    mask_id: the id of the mask token, which a row embeds if its own token is not known yet.
+    layer_ids: the target's hidden states that the drafter reads; number i is the input of layer i.
+        None if the config names none.
     anchor_predicts: whether the row of the last known token predicts the next token, and each
-    further row the token after its own; otherwise each row predicts its own token. keeps_width:
-    whether all passes have `block_size` rows. markov_rank: r; 0 without a Markov head. markov_type:
-    the type of Markov head, one of MARKOV_TYPES. confidence_width: the number of values that the
-    confidence head reads; 0 without one.
+        further row the token after its own. Otherwise each further row predicts its own token, and
+        the row of the last known token predicts nothing.
+    keeps_width: whether all passes have `block_size` rows, however many tokens are drafted.
+    markov_rank: r, the width of the Markov head's embedding; 0 without a Markov head.
+    markov_type: the type of Markov head, one of MARKOV_TYPES.
+    confidence_width: the number of values that the confidence head reads; 0 without one.
     """
 
     noun: ClassVar[str] = "DFlash drafter"
@@ -98,7 +105,8 @@ class DFlashConfig(HeadConfig):
         return {"block": told + rank * (self.markov_rank > 0)}
 
     def key_values(self) -> list[list[str]]:
-        """Return the names of each layer's key and value projections, which read the context."""
+        """Return the names of each layer's key and value projections. They read
+        the context as well as the block's rows."""
         own = [f"layers.{i}.self_attn." for i in range(len(self.windows))]
         return [[f"{layer}{x}_proj.weight" for x in "kv"] for layer in own]
 
@@ -175,7 +183,8 @@ def read_dflash_config(name: str, folder: Path) -> DFlashConfig:
 def _read(kind: type[DFlashConfig], name: str, raw: dict[str, Any]) -> DFlashConfig:
     is_nested = first_seen(speculator("dflash", "dspark"), raw) is not None
     is_dspark = kind is DSparkConfig
-    # The drafter's own keys may be in either place. A key that is null counts as missing.
+    # The drafter's own keys may be at the top level or in `dflash_config`, which takes precedence.
+    # A key that is null counts as missing.
     places = raw, raw.get("dflash_config") or {}
     own = {key: value for keys in places for key, value in keys.items() if value is not None}
     settings = HeadSettings(kind.noun, name, own, raw)
@@ -219,12 +228,14 @@ def _refuse_windows(settings: HeadSettings) -> None:
 
 
 def _layer_ids(settings: HeadSettings, is_nested: bool, is_dspark: bool) -> tuple[int, ...] | None:
-    """Return the target's layers whose inputs are read, or None if the config names none.
-    speculators names these layers themselves. Other tools name the layers whose outputs are read,
-    and DeepSpec's layer -1 stands for the embedding."""
+    """Return the target's hidden states that the drafter reads, numbered by the layer whose input
+    they are; None if the config does not name layers. speculators' configs use the same numbers.
+    Other tools name the layers whose outputs are read, which is one less, so that DeepSpec's layer
+    -1 stands for the embedding."""
     key = "aux_hidden_state_layer_ids" if is_nested else "target_layer_ids"
     ids, least = settings.raw.get(key), 0 if is_nested or not is_dspark else -1
-    # DeepSpec always names them; its configs have no `dflash_config`.
+    # Only speculators' and DeepSpec's configs must name layers. The latter are the DSpark configs
+    # without `dflash_config`.
     if ids is None and not is_nested and (not is_dspark or "dflash_config" in settings.raw):
         return None
     if not isinstance(ids, list) or not ids or any(type(i) is not int or i < least for i in ids):

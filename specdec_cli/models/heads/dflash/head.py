@@ -133,9 +133,13 @@ class DFlashHead(LayeredHead):
     def __call__(
         self, token_ids: Tensor, hidden: Tensor, batch: ForwardBatch, cache: KVCache
     ) -> ops.Normed:
-        """Write the keys and values of T rows. If `hidden` is [T, H], it is context, and is
-        returned unchanged. If it is [T, 0], the rows belong to blocks: they embed `token_ids`,
-        int64 [T], and pass through the layers."""
+        """Run one of two kinds of pass, chosen by the width of `hidden`. Both write keys and
+        values.
+
+        If `hidden` is [T, H], the rows are context: write their keys and values in each layer, and
+        return `hidden` unchanged. If it is [T, 0], the rows belong to blocks: embed `token_ids`,
+        int64 [T], and run the rows through the layers.
+        """
         if not hidden.shape[1]:
             return self.stack.run(self.embedded(token_ids, batch), batch, cache)
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]
