@@ -125,7 +125,7 @@ class Settings(Protocol):
 
 @dataclass(slots=True)
 class SweepClock:
-    """How long the parts of a sweep took, in seconds.
+    """Durations of the parts of a sweep, in seconds.
 
     rounds: the time in rounds and prefill passes of measured runs.
     measuring: the whole time spent measuring, including recording and writing.
