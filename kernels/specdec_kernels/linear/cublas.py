@@ -1,6 +1,8 @@
-"""A cuBLAS matmul without the workspace that torch always provides. With a workspace, cuBLAS's
-kernel for wide matmuls keeps a tile counter there, and each call first sets it with a memory fill.
-A fill in each layer makes the launch of a CUDA graph take the host about 0.1 ms longer.
+"""Calls cuBLAS without the workspace that torch always gives it.
+
+If cuBLAS has a workspace, its kernel for wide matmuls keeps a tile counter there, and every call
+resets the counter with a separate memset. With one memset per layer, launching a CUDA graph takes
+the host about 0.1 ms longer. Without a workspace, cuBLAS launches no memset.
 """
 
 import ctypes
@@ -22,15 +24,16 @@ _ANY_KERNEL = -1
 def linear_without_workspace(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight^T [T, N] for x [T, K] and weight [N, K], both with contiguous rows.
 
-    torch computes it if x is not a 16-bit tensor on a CUDA device, or if cuBLAS reports an error.
+    Calls cuBLAS directly for 16-bit tensors on a CUDA device. For other tensors, or if cuBLAS
+    reports an error, falls back to `F.linear`.
     """
     assert x.stride(1) == weight.stride(1) == 1 and x.dtype == weight.dtype
     library = _library() if x.is_cuda and x.dtype in _TYPES else None
     if library is None:
         return F.linear(x, weight)
     out = x.new_empty(x.shape[0], weight.shape[0])
-    # Getting the handle makes torch set the current stream on it. torch itself sets its workspace
-    # again before its next matmul.
+    # torch binds the handle to the current stream when it returns it. The workspace need not be
+    # restored afterwards: torch sets its own again before its next matmul.
     handle = torch.cuda.current_blas_handle()
     failed = library.cublasSetWorkspace_v2(handle, None, 0) or multiply(
         library, handle, x, weight, out
@@ -39,10 +42,10 @@ def linear_without_workspace(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def multiply(library: ctypes.CDLL, handle: int, x: Tensor, weight: Tensor, out: Tensor) -> int:
-    """Write x @ weight^T to `out` [T, N], contiguous. Return cuBLAS's status, 0 for success."""
+    """Write x @ weight^T to `out` [T, N], contiguous. Return cuBLAS's status; 0 means success."""
     (num_rows, width), num_features = x.shape, weight.shape[0]
     kind = _TYPES[x.dtype]
-    # In cuBLAS's column-major order, this is out^T = weight @ x^T.
+    # cuBLAS is column-major and sees row-major `out` as out^T, so compute out^T = weight @ x^T.
     status: int = library.cublasGemmEx(
         *(handle, _TRANSPOSED, _PLAIN, num_features, num_rows, width),
         *(byref(c_float(1.0)), weight.data_ptr(), kind, weight.stride(0)),
@@ -55,7 +58,7 @@ def multiply(library: ctypes.CDLL, handle: int, x: Tensor, weight: Tensor, out: 
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """Return the cuBLAS library that torch has loaded, or None if it has an unusual name."""
+    """Return the cuBLAS library that torch has loaded, or None if it has an unusual file name."""
     if torch.version.cuda is None:
         return None
     try:

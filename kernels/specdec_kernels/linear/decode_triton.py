@@ -1,7 +1,9 @@
-"""Decodes the codes of quantised weights into values, in registers. If a byte holds two codes,
-their columns are 64 apart (see `stored`), so the low codes of a tile are multiplied by contiguous
-values of x, and so are the high codes. In bf16, decoding takes less than one instruction per value.
-The interpreter and other dtypes use plain arithmetic.
+"""Decodes the codes of quantised weights into values, in registers.
+
+A byte with two codes holds columns that are 64 apart (see `stored`). The low codes of consecutive
+bytes therefore belong to consecutive columns, and so do their high codes: each half of a tile is
+multiplied by contiguous values of x. For bf16, inline assembly decodes a value in less than one
+instruction. For other dtypes, and in Triton's interpreter, Triton code does the same.
 """
 
 import triton
@@ -9,15 +11,17 @@ import triton.language as tl
 
 from specdec_kernels.launch_triton import INTERPRETED
 
-# The bits of an e4m3, moved into place, are a bf16 with a different exponent bias, even for
-# subnormals. The values are too small by a factor of 2^-120, which is corrected in the fp32 sums.
+# Shift the bits of an e4m3 to where bf16 has its sign, exponent and mantissa. The two formats
+# differ in exponent bias, so every value, even a subnormal, becomes 2^-120 of what it should be.
+# `corrected` makes up for this in the fp32 sums.
 _FP8 = tl.constexpr(
     """{ .reg .b32 a, b;
     prmt.b32 a, $2, 0, 0x9180; prmt.b32 b, $2, 0, 0xb3a2;  // with 8 more: a byte of its sign
     shl.b32 a, a, 4; shl.b32 b, b, 4;
     and.b32 $0, a, 0x87f087f0; and.b32 $1, b, 0x87f087f0; }"""
 )
-# The last bits of 128 + n in bf16 are n, so a code becomes a value by setting the other bits.
+# In bf16, the number 128 + n has n in its last bits, for n below 16. Adding the constant upper bits
+# 0x4300 to a code n therefore gives 128 + n.
 _INT4 = tl.constexpr(
     """{ .reg .b32 a, b, c;
     and.b32 a, $4, 0x0f0f0f0f; shr.b32 b, $4, 4; and.b32 b, b, 0x0f0f0f0f;
@@ -25,14 +29,14 @@ _INT4 = tl.constexpr(
     prmt.b32 $0, a, c, 0x5140; prmt.b32 $1, a, c, 0x7362;
     prmt.b32 $2, b, c, 0x5140; prmt.b32 $3, b, c, 0x7362; }"""
 )
-# A four-bit code is a valid e4m3, whose value is CODE times the code.
+# A byte that holds only a four-bit code n is a valid e4m3 with the value n * CODE.
 _INT4_FP8 = tl.constexpr(
     "and.b32 $0, $2, 0x0f0f0f0f; shr.b32 $1, $2, 4; and.b32 $1, $1, 0x0f0f0f0f;"
 )
 CODE = tl.constexpr(2.0**-9)
-# e2m1 values are looked up in two tables, of the high and of the low bytes of their bf16 values.
-# prmt looks up four codes at once, by their low three bits, in a table of eight bytes. The fourth
-# bit of a code is its sign.
+# Convert e2m1 codes to bf16 with two lookup tables: one has the high bytes of the bf16 values, the
+# other the low bytes. One prmt looks up four codes, by their low three bits, in a table of eight
+# bytes. The fourth bit of a code is the sign, which is added separately.
 _FP4 = tl.constexpr(
     """{ .reg .b32 a, b, p, q; .reg .b32 h<2>; .reg .b32 l<2>; .reg .b32 s<2>;
     and.b32 a, $4, 0x77777777; shr.b32 b, a, 16;
@@ -51,9 +55,10 @@ _FP4 = tl.constexpr(
 
 @triton.jit
 def decoded(codes, FORM: tl.constexpr, dtype: tl.constexpr):
-    """Decode a tile of bytes with one code each to `dtype`, without applying zeros and scales.
+    """Decode a tile of bytes, each with one code, to `dtype`. Zeros and scales are not applied.
 
-    Sums over the results must be passed to `corrected`.
+    In bf16, fp8 values come out too small by a constant factor. The caller must pass the sums of
+    their products to `corrected`, which makes up for it.
     """
     if FORM.kind == "int8":
         numbers = codes.to(tl.int8, bitcast=True).to(dtype)
@@ -72,7 +77,7 @@ def decoded(codes, FORM: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def corrected(sums, FORM: tl.constexpr, dtype: tl.constexpr):
-    """Correct fp32 sums over results of `decoded` for the factor that it leaves out."""
+    """Multiply fp32 sums by 2^120, if the fp8 values from `decoded` lacked that factor."""
     if FORM.kind == "fp8" and dtype == tl.bfloat16 and not INTERPRETED:
         sums *= 2.0**120
     return sums
@@ -80,9 +85,10 @@ def corrected(sums, FORM: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def decoded_halves(codes, FORM: tl.constexpr, dtype: tl.constexpr):
-    """Decode the low and the high codes of a tile of bytes to two tiles of `dtype`.
+    """Decode a tile of bytes, each with two codes, to two tiles of `dtype`: the values of the low
+    codes, and those of the high codes. Zeros and scales are not applied.
 
-    128 is added to all int4 values.
+    int4 values come out 128 too large; the caller must subtract this.
     """
     if dtype == tl.bfloat16 and not INTERPRETED:
         low, high = tl.inline_asm_elementwise(
@@ -101,8 +107,8 @@ def decoded_halves(codes, FORM: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def block_as_fp8(codes):
-    """Return the int4 codes in bytes [N, W] as e4m3 [N, 2 W], low codes first. The results are CODE
-    times the codes."""
+    """Convert bytes [N, W] of two int4 codes each to e4m3 [N, 2 W], with all low codes of a row
+    before its high codes. A code n becomes the value n * CODE."""
     if INTERPRETED:
         low, high = codes & 15, codes >> 4
     else:
@@ -126,9 +132,10 @@ def _number(code, FORM: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def ones_beside(numbers):
-    """Return ones with the shape and dtype of `numbers`. A matmul of x and them gives sums of x."""
+    """Return ones with the shape and dtype of `numbers`, to compute sums of x with a matmul."""
     if numbers.dtype == tl.bfloat16 and not INTERPRETED:
-        # A constant would have a different register layout, and x would have to be converted again.
+        # Triton would give a constant a different register layout from that of `numbers`, and would
+        # then have to convert x to a second layout.
         ones = tl.inline_asm_elementwise(
             "mov.b32 $0, 0x3f803f80;", "=r,r", [numbers], tl.bfloat16, is_pure=True, pack=2
         )

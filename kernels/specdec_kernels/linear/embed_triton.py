@@ -1,5 +1,5 @@
-"""The start of a pass in one kernel. Each program looks up one token's embedding, cosines and
-sines, and applies the first norm to the embedding."""
+"""Computes everything before a model's first matmul in one kernel. Each program looks up the
+embedding, cosines and sines of one token, and applies the first norm to the embedding."""
 
 import torch
 import triton
@@ -13,18 +13,18 @@ from specdec_kernels.linear.reference import Normed
 
 @triton.jit
 def embed_kernel(
-    tokens_ptr,  # [T] int64
+    tokens_ptr,  # [T] int64, token ids
     positions_ptr,  # [T] int64
     embedding_ptr,  # [V, K]
     cos_table_ptr,  # [L, D]
     sin_table_ptr,  # [L, D]
     norm_ptr,  # [K]
-    hidden_ptr,  # [T, K], out
-    scaled_ptr,  # [T, K], out
-    cos_ptr,  # [T, D], out
-    sin_ptr,  # [T, D], out
+    hidden_ptr,  # [T, K], output
+    scaled_ptr,  # [T, K], output
+    cos_ptr,  # [T, D], output
+    sin_ptr,  # [T, D], output
     eps,
-    scale,  # only with HAS_SCALE
+    scale,  # factor for the embeddings; used only with HAS_SCALE
     K: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -35,7 +35,7 @@ def embed_kernel(
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     dim = tl.arange(0, BLOCK_D)
-    eps = tl.full([], eps, tl.float32)  # a Python float reaches torch.compile's kernels as fp64
+    eps = tl.full([], eps, tl.float32)  # torch.compile passes Python floats as fp64
     norm = tl.load(norm_ptr + k, mask=k < K, other=0.0)
     after_predecessor(DEPENDENT)
     token = tl.load(tokens_ptr + row)
@@ -62,7 +62,7 @@ def embed_triton(
     eps: float,
     scale: float = 1.0,
 ) -> tuple[Normed, Tensor, Tensor]:
-    """See `ops.embed`."""
+    """Compute `ops.embed` in one kernel."""
     num_rows, width, dim = token_ids.shape[0], embedding.shape[1], cos_table.shape[1]
     assert positions.shape == token_ids.shape and norm_weight.shape == (width,)
     assert cos_table.shape == sin_table.shape

@@ -1,17 +1,20 @@
-"""A matmul of few rows with norm, gate, bias and residual. It should take no longer than reading
-the weight once.
+"""Multiplies few rows by a weight, with fused norm, gate, bias and residual. The aim is that this
+takes no longer than reading the weight once.
 
 A program computes BLOCK_N features for all rows, and streams its rows of the weight through shared
-memory. The norm needs no separate pass, because it multiplies each row by one number. The kernel
-that writes the residual stream also writes the stream times the norm's weight, and sums of squares,
-from which the next kernel computes the factors for its own results. Before a program waits for the
-preceding kernel, it prefetches its first weights and may load its last ones into registers, so that
-memory stays busy between kernels.
+memory. The norm needs no separate pass, because dividing by the root mean square multiplies each
+row by one factor, which can be applied after the matmul. The kernel that writes the residual stream
+also writes two other results: the stream times the norm's weight, which the next matmul reads, and
+sums of squares, from which that matmul computes the factors of its rows.
 
-The K dimension of a tile can be cut into slices, each for some of the warps. The tensor-core
-operations of one warp on the same sum run one after another, which can take longer than loading the
-weights. The sums of different slices are kept apart and added at the end. A tile of R rows and K
-features is [R, K], or [SLICES, R, K / SLICES] with more than one slice.
+A program may start while the preceding kernel still runs. Before it waits for that kernel, it
+prefetches its first weights and may load its last ones into registers, so that memory stays busy.
+
+The K dimension of a tile can be cut into slices, and each slice is given to some of the warps. If
+one warp computed all of K, its tensor-core operations would add to the same sum and so run one
+after another, which can take longer than loading the weights. Each slice has its own sums, and
+these are added up at the end. A tile of R rows and K features has the shape [R, K], or
+[SLICES, R, K / SLICES] if there is more than one slice.
 """
 
 from typing import Any
@@ -38,7 +41,8 @@ LINE = tl.constexpr(CACHE_LINE)
 
 @triton.jit
 def depth_of(start, SIZE: tl.constexpr, SLICES: tl.constexpr):
-    """Return the indices of SIZE features from `start` on: [SIZE], or [SLICES, SIZE / SLICES]."""
+    """Return the indices of the SIZE features from `start` on, in the shape [SIZE], or
+    [SLICES, SIZE / SLICES] if there is more than one slice."""
     if SLICES == 1:
         return start + tl.arange(0, SIZE)
     else:
@@ -49,7 +53,7 @@ def depth_of(start, SIZE: tl.constexpr, SLICES: tl.constexpr):
 
 @triton.jit
 def along_rows(value, SLICES: tl.constexpr):
-    """Reshape values of a tile's rows, [R], so that they broadcast over its features."""
+    """Reshape one value for each row of a tile, [R], to broadcast over the tile's features."""
     if SLICES == 1:
         return value[:, None]
     else:
@@ -58,8 +62,8 @@ def along_rows(value, SLICES: tl.constexpr):
 
 @triton.jit
 def along_depth(value, SLICES: tl.constexpr):
-    """Reshape values of a tile's features, as from `depth_of`, so that they broadcast over its
-    rows."""
+    """Reshape one value for each feature of a tile, in the shape that `depth_of` returns, to
+    broadcast over the tile's rows."""
     if SLICES == 1:
         return value[None, :]
     else:
@@ -68,8 +72,11 @@ def along_depth(value, SLICES: tl.constexpr):
 
 @triton.jit
 def tile_at(rows_ptr, depth, SLICES: tl.constexpr):
-    """Return pointers to a tile's values, from pointers to its rows, [R], and the indices of its
-    features, as from `depth_of`."""
+    """Return pointers to all values of a tile.
+
+    rows_ptr: [R], pointers to the tile's rows. depth: the indices of its features, in the shape
+    that `depth_of` returns.
+    """
     return along_rows(rows_ptr, SLICES) + along_depth(depth, SLICES)
 
 
@@ -77,7 +84,7 @@ def tile_at(rows_ptr, depth, SLICES: tl.constexpr):
 def zero_sums(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr, SWAP: tl.constexpr
 ):
-    """Return fp32 zeros in the shape that `add_product` needs for its sums."""
+    """Return fp32 zeros in the shape that `add_product` expects of its `sums`."""
     if SWAP:
         sums = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
     else:
@@ -95,7 +102,8 @@ def add_product(
     SLICES: tl.constexpr,
     SWAP: tl.constexpr,
 ):
-    """Return sums + x @ weight.T, separately for each slice; with SWAP its transpose."""
+    """Return sums + x @ weight.T, separately for each slice. With SWAP, `sums` and the result are
+    transposed."""
     if INTERPRETED:
         x = x.to(tl.float32)
         weight = weight.to(tl.float32)
@@ -117,10 +125,11 @@ def transposed(tile, SLICES: tl.constexpr):
 
 @triton.jit
 def whole_sums(sums, sums_up, SLICES: tl.constexpr, SWAP: tl.constexpr):
-    """Convert two results of `add_product` to [M, N] each: add up the slices, and with SWAP
-    transpose back.
+    """Add up the slices of two results of `add_product`, and with SWAP transpose them back. Returns
+    two tensors [M, N].
 
-    Reducing both together means that their exchanges between warps do not wait for each other.
+    Adding up slices exchanges values between warps. Both sums are reduced here together, so that
+    neither exchange has to wait for the other.
     """
     if SLICES > 1:
         sums = tl.sum(sums, axis=0)
@@ -133,7 +142,10 @@ def whole_sums(sums, sums_up, SLICES: tl.constexpr, SWAP: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(rows_ptr, first, COUNT: tl.constexpr):
-    """Prefetch COUNT values of each row of the weight from `first` on. rows_ptr: [N] pointers."""
+    """Prefetch COUNT values of each row of the weight into L2, starting at column `first`.
+
+    rows_ptr: [N], pointers to the rows.
+    """
     PER_LINE: tl.constexpr = LINE * 8 // rows_ptr.dtype.element_ty.primitive_bitwidth
     ahead = first + tl.arange(0, COUNT // PER_LINE) * PER_LINE
     prefetch_l2(rows_ptr[:, None] + ahead[None, :])
@@ -152,7 +164,7 @@ def load_squares(squares_ptr, row, row_live, PARTS: tl.constexpr, BLOCK_P: tl.co
 
 @triton.jit
 def load_weight(at, mask, EVEN: tl.constexpr):
-    """Load a tile of the weight. EVEN: whether all tiles are whole, so that none needs a mask."""
+    """Load a tile of the weight. EVEN: whether tiles divide K evenly, so that no mask is needed."""
     if EVEN:
         return tl.load(at)
     else:
@@ -161,7 +173,7 @@ def load_weight(at, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def sum_of_splits(partial_ptr, place, mask, size, SPLITS: tl.constexpr):
-    """Add up the partial sums [M, N] of SPLITS programs, which are stored `size` elements apart."""
+    """Add up the partial sums [M, N] that SPLITS programs stored `size` elements apart."""
     acc = tl.zeros(place.shape, tl.float32)
     for split in tl.static_range(SPLITS):
         at = partial_ptr + split * size + place
@@ -171,8 +183,9 @@ def sum_of_splits(partial_ptr, place, mask, size, SPLITS: tl.constexpr):
 
 @triton.jit
 def store_for_norm(scaled_ptr, squares_ptr, out, norm, place, mask, row, row_live):
-    """Store `out` times the next norm's weight [N], and each row's sum of squares over these
-    columns. Both are computed from the rounded values, which are those that the next kernel reads.
+    """Store what the next norm needs: `out` times the norm's weight [N], and for each row the sum
+    of squares of this program's columns. Both are computed from `out` after rounding, because the
+    next kernel reads the rounded values.
     """
     wide = tl.where(mask, out.to(tl.float32), 0.0)
     scaled = (wide * norm.to(tl.float32)[None, :]).to(out.dtype)
@@ -184,15 +197,15 @@ def store_for_norm(scaled_ptr, squares_ptr, out, norm, place, mask, row, row_liv
 @triton.jit
 def finish_product(
     acc,  # [M, N] fp32
-    acc_up,  # [M, N] fp32, sums for the up features; only with ACTIVATION
-    squares,  # [M, P] fp32, or None if x is not scaled
+    acc_up,  # [M, N] fp32, sums for the up features; used only with ACTIVATION
+    squares,  # [M, P] fp32, partial sums of squares of x's rows; None if the norm is finished
     bias,  # [N], or None
     residual,  # [M, N], or None
-    norm,  # [N], or None
+    norm,  # [N], weight of the next norm, or None
     out_ptr,
     scaled_ptr,
     out_squares_ptr,
-    place,  # [M, N], index of each value in out
+    place,  # [M, N], offset of each value from out_ptr
     mask,
     row,
     row_live,
@@ -200,7 +213,7 @@ def finish_product(
     K: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Apply the fused steps (see `Fused`) to a matmul's sums, and store the result."""
+    """Apply the fused steps (see `Fused`) to the sums of a matmul, and store the results."""
     if squares is not None:
         factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
         acc *= factor
@@ -220,45 +233,47 @@ def finish_product(
 @triton.jit(do_not_specialize=["num_rows"])
 def few_rows_linear_kernel(
     x_ptr,  # [T, K]
-    squares_ptr,  # [T, P] fp32, partial sums of squares of each row; only with PARTS
+    squares_ptr,  # [T, P] fp32, partial sums of squares of each row; used only with PARTS
     weight_ptr,  # [N, K]; with ACTIVATION [2 N, K], the gate's rows first
     bias_ptr,  # [N], or None
     residual_ptr,  # [T, N], or None
-    norm_ptr,  # [N], or None
-    out_ptr,  # [T, N], out
-    scaled_ptr,  # [T, N], out times norm, out; only with norm
-    out_squares_ptr,  # [T, N / BLOCK_N] fp32, out; only with norm
-    partial_ptr,  # [SPLITS, T, N] fp32, out; only with SPLITS > 1
-    counters_ptr,  # [>= N / BLOCK_N] int32, zeros; only with SPLITS > 1
+    norm_ptr,  # [N], weight of the next norm, or None
+    out_ptr,  # [T, N], output
+    scaled_ptr,  # [T, N], output: out * norm; used only with norm_ptr
+    out_squares_ptr,  # [T, N / BLOCK_N] fp32, output: sums of squares; used only with norm_ptr
+    partial_ptr,  # [SPLITS, T, N] fp32, output; used only with SPLITS > 1
+    counters_ptr,  # [at least N / BLOCK_N] int32, zeros; used only with SPLITS > 1
     num_rows,
     num_features,  # N
     x_stride,
     residual_stride,
     eps,
     K: tl.constexpr,
-    PARTS: tl.constexpr,  # P, or 0 if x is not scaled
-    ACTIVATION: tl.constexpr,  # "" without a gate
+    PARTS: tl.constexpr,  # P, or 0 without squares_ptr
+    ACTIVATION: tl.constexpr,  # "" if there is no gate
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     BLOCK_K: tl.constexpr = TILES.block_k
-    SLICES: tl.constexpr = TILES.slices  # slices of BLOCK_K, one for each group of warps
+    SLICES: tl.constexpr = TILES.slices  # each group of warps computes one slice of BLOCK_K
     SPLITS: tl.constexpr = TILES.splits
     EARLY: tl.constexpr = TILES.early
     GATED: tl.constexpr = ACTIVATION != ""
-    SWAP: tl.constexpr = TILES.block_m < 16  # an mma.sync tile has 16 rows and 8 columns
+    # An mma.sync tile has 16 rows but only 8 columns, so fewer than 16 rows of x become columns.
+    SWAP: tl.constexpr = TILES.block_m < 16
     SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
     EVEN: tl.constexpr = K % (SPLITS * BLOCK_K) == 0
     tl.static_assert(EARLY == 0 or (EVEN and SPLITS == 1 and not GATED and EARLY % BLOCK_K == 0))
-    eps = tl.full([], eps, tl.float32)  # a Python float reaches torch.compile's kernels as fp64
+    eps = tl.full([], eps, tl.float32)  # torch.compile passes Python floats as fp64
 
     split = tl.program_id(1)
     first = split * SHARE
     column = tl.program_id(0) * TILES.block_n + tl.arange(0, TILES.block_n)
     column_live = column < num_features
     weight_ptr += tl.minimum(column, num_features - 1).to(tl.int64) * K
-    up_ptr = weight_ptr + tl.cast(num_features, tl.int64) * K  # one feature is a constant
+    # If num_features is 1, Triton passes it as a constant, which has no method `to`.
+    up_ptr = weight_ptr + tl.cast(num_features, tl.int64) * K
     if TILES.prefetch > 0:
         prefetch_rows(weight_ptr, first, TILES.prefetch)
         if GATED:
@@ -293,8 +308,8 @@ def few_rows_linear_kernel(
             tile_at(x_ptr, early, SLICES), mask=along_rows(row_live, SLICES), other=0.0
         )
     for start in range(first, first + SHARE - EARLY, BLOCK_K):
-        # Keep this order, all addresses and masks before the loads: the tile tables were measured
-        # with it.
+        # Compute all addresses and masks before the first load. The tile tables were measured with
+        # this order, and another one may change the generated code.
         k = start + inside
         x_at = tile_at(x_ptr, k, SLICES)
         x_mask = along_rows(row_live, SLICES) & along_depth(k < K, SLICES)
@@ -326,7 +341,10 @@ def few_rows_linear_kernel(
 def few_rows_linear(
     x: Tensor, weight: Tensor, tiles: Tiles, **fused: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel for x [T, K]. fused: fields of `Fused`. Returns `Launch.results`."""
+    """Multiply x [T, K] by a weight with `few_rows_linear_kernel`. T is at most `tiles.block_m`.
+
+    fused: fields of `Fused`, as keyword arguments. Returns `Launch.results`.
+    """
     operands, numbers, constants, results = prepared(x, weight, tiles.block_n, Fused(**fused))
     (num_rows, width), (_, num_features) = x.shape, results[0].shape
     blocks = triton.cdiv(num_features, tiles.block_n)

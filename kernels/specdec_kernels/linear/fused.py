@@ -1,4 +1,4 @@
-"""Checks the operands, and allocates the results, of the matmul kernels for few rows."""
+"""Checks the operands of the matmul kernels for few rows, and allocates their results."""
 
 from typing import Any, NamedTuple
 
@@ -12,47 +12,52 @@ from specdec_kernels.linear.stored import Stored
 
 
 class Fused(NamedTuple):
-    """Steps fused into a matmul of x [T, K] and a weight [N, K], or [2N, K] with an activation."""
+    """Operands of the steps that a kernel fuses with the matmul of x [T, K] and a weight. The
+    weight is [N, K], or [2N, K] with an activation."""
 
     squares: Tensor | None = None
-    """[T, P] fp32, P partial sums of squares of each row of x. With them, the result is divided by
-    each row's root mean square, which completes the norm of x."""
+    """[T, P] fp32, P partial sums of squares for each row of x. The kernel computes each row's root
+    mean square from them, and divides the matmul's result by it, which completes the norm of x.
+    None if no norm is left to complete."""
     eps: float = 0.0
-    """Added to the mean of squares."""
+    """Added to the mean of squares, before its root is taken."""
     bias: Tensor | None = None
     """[N], added to the result."""
     activation: str = ""
-    """One of ACTIVATIONS, for a gate; "" for a plain matmul."""
+    """The activation of a gated MLP, one of ACTIVATIONS; "" for a matmul without a gate."""
     residual: Tensor | None = None
-    """[T, N], rows contiguous, added to the result."""
+    """[T, N] with contiguous rows, added to the result."""
     norm_weight: Tensor | None = None
-    """[N], the weight of the norm that follows."""
+    """[N], the weight of the norm that follows; None if no norm follows."""
     into: Tensor | None = None
-    """[T, N], contiguous, the output buffer."""
+    """[T, N], contiguous, the output buffer; None to allocate one."""
 
 
 class Launch(NamedTuple):
-    """Launch arguments that all these kernels share, and their results."""
+    """The launch arguments that all matmul kernels for few rows share, and the tensors for their
+    results."""
 
     operands: tuple[Tensor | None, ...]
-    """x, squares, weight, bias, residual, norm_weight, and the results; None for absent ones."""
+    """x, squares, weight, bias, residual, norm_weight, and the results. Absent tensors are None."""
     numbers: tuple[int, float]
-    """The stride of the residual's rows, and eps."""
+    """The row stride of the residual, and eps."""
     constants: dict[str, Any]
-    """The kernel's constants, and Triton's options."""
+    """The kernel's compile-time constants, and options for Triton."""
     results: tuple[Tensor, Tensor, Tensor]
-    """The output [T, N]; the output times `norm_weight`, [T, N]; and partial sums of its squares,
-    fp32 [T, ceil(N / block_n)]. Without `norm_weight` all three are the output."""
+    """The output [T, N]; the output times `norm_weight`, [T, N]; and partial sums of the output's
+    squares, fp32 [T, ceil(N / block_n)]. Without `norm_weight`, all three are the same tensor, the
+    output."""
 
 
 def prepared(x: Tensor, weight: Tensor | Stored, block_n: int, fused: Fused) -> Launch:
     """Check the operands of a matmul and allocate its results.
 
     Args:
-        x: [T, K], rows contiguous.
-        weight: [N, K], contiguous; [2N, K] with an activation, the gate's rows first. For a
-            quantised weight, the operand is its codes, as bytes.
-        block_n: The number of features that a program computes.
+        x: [T, K] with contiguous rows.
+        weight: [N, K], contiguous; with an activation [2N, K], with the gate's rows first. If it is
+            quantised, the kernel's operand is its codes, viewed as bytes.
+        block_n: The number of features that each program computes.
+        fused: The operands of the fused steps.
     """
     squares, eps, bias, activation, residual, norm_weight, out = fused
     num_rows, width = x.shape

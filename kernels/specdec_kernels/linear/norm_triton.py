@@ -1,5 +1,5 @@
-"""RMS norms and gates as separate kernels, for matmuls that cuBLAS computes or whose results are
-summed over ranks."""
+"""Separate kernels for RMS norms and gates. They serve matmuls that cannot include these steps:
+those that cuBLAS computes, and those whose results must first be summed over ranks."""
 
 import torch
 import triton
@@ -12,8 +12,8 @@ from specdec_kernels.linear.reference import ACTIVATIONS, Normed
 
 @triton.jit
 def activate(gate, ACTIVATION: tl.constexpr):
-    """Apply SiLU, or GELU's tanh approximation. That uses tanh(x) = 2 sigmoid(2x) - 1, which cannot
-    overflow."""
+    """Apply SiLU, or the tanh approximation of GELU. The tanh is computed as 2 sigmoid(2x) - 1,
+    which cannot overflow."""
     if ACTIVATION == "silu":
         slope = 1.0
     else:
@@ -23,7 +23,7 @@ def activate(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def normed_row(x, norm, eps, K: tl.constexpr):
-    """Return the RMS norm of a row of K values. x must be zero past its K values."""
+    """Return the RMS norm of a row of K values. Beyond these, x must be padded with zeros."""
     wide = x.to(tl.float32)
     wide *= tl.rsqrt(tl.sum(wide * wide) / K + eps)
     return (wide * norm.to(tl.float32)).to(x.dtype)
@@ -33,10 +33,10 @@ def normed_row(x, norm, eps, K: tl.constexpr):
 def rms_norm_kernel(
     x_ptr,  # [T, K]
     residual_ptr,  # [T, K], or None
-    post_ptr,  # [K], weight of a norm applied to x before it is added, or None
-    norm_ptr,  # [K]
-    hidden_ptr,  # [T, K], x + residual, out; only with a residual
-    out_ptr,  # [T, K], out
+    post_ptr,  # [K], weight of a norm applied to x before the residual is added, or None
+    norm_ptr,  # [K], weight of the norm
+    hidden_ptr,  # [T, K], output: x + residual; used only with a residual
+    out_ptr,  # [T, K], output: the norm
     x_stride,
     residual_stride,
     eps,
@@ -63,8 +63,8 @@ def rms_norm_kernel(
 
 @triton.jit
 def gate_kernel(
-    gate_up_ptr,  # [T, 2 F], gate first
-    out_ptr,  # [T, F], out
+    gate_up_ptr,  # [T, 2 F], the gate's features first
+    out_ptr,  # [T, F], output
     num_features,
     gate_up_stride,
     ACTIVATION: tl.constexpr,
@@ -88,7 +88,7 @@ def add_norm_triton(
     eps: float,
     post_norm: Tensor | None = None,
 ) -> Normed:
-    """Compute `ops.add_norm`, or only the norm of x if there is no residual."""
+    """Compute `ops.add_norm` in one kernel. If `residual` is None, only compute the norm of x."""
     num_rows, width = x.shape
     assert x.stride(1) == 1 and norm_weight.shape == (width,)
     assert post_norm is None or post_norm.shape == (width,)
@@ -109,12 +109,12 @@ def add_norm_triton(
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `ops.rms_norm`."""
+    """Compute `ops.rms_norm` in one kernel."""
     return add_norm_triton(x.reshape(-1, x.shape[-1]), None, weight, eps).scaled.view(x.shape)
 
 
 def gate_triton(gate_up: Tensor, activation: str = "silu") -> Tensor:
-    """See `ops.gate`."""
+    """Compute `ops.gate` in one kernel."""
     num_rows, num_features = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1 and activation in ACTIVATIONS
     out = torch.empty((num_rows, num_features), dtype=gate_up.dtype, device=gate_up.device)

@@ -1,15 +1,17 @@
-"""A matmul of one row with norm, gate, bias and residual, for weights that fit into registers.
+"""Multiplies one row by a weight that fits into registers, with fused norm, gate, bias and
+residual.
 
-A program loads all of its rows of the weight at once, before it waits for the preceding kernel, and
-needs no shared memory for them. Its programs therefore fit on the multiprocessors beside those of
-the preceding kernel, and memory stays busy while that kernel ends. Such gaps take most of the time
-in small layers like a draft model's. Tensor cores gain nothing for one row, so sums use ordinary
-multiplications.
+A program loads all of its rows of the weight into registers at once, before it waits for the
+preceding kernel. Since this takes no shared memory, the programs fit on the multiprocessors beside
+those of the preceding kernel, and memory stays busy while that kernel ends. Otherwise memory would
+be idle between kernels, for most of the time in small layers like those of a draft model. Tensor
+cores gain nothing for one row, so the kernel uses ordinary multiplications.
 
-The tiles of a quantised weight hold bytes. The two codes of a byte belong to two columns of x. A
-thread loads as many bytes at a time as values of x; otherwise threads would have to exchange tiles.
-Each such load has one scale and one zero, or two of each if the columns of a byte lie in two
-groups.
+The tiles of a quantised weight hold bytes. If a byte has two codes, they belong to two columns of
+x. At a time, a thread loads LANE values of x and LANE bytes of the weight, so that it has the
+values of x that belong to its bytes; otherwise threads would have to exchange values. The LANE
+bytes of one load share one scale and one zero. If the two columns of a byte may lie in different
+groups, the low codes of a load share one scale and zero, and the high codes another.
 """
 
 from typing import Any
@@ -29,8 +31,10 @@ from specdec_kernels.linear.tiles import RowTiles
 
 @triton.jit
 def chunks_of(rows_ptr, K: tl.constexpr, CHUNK: tl.constexpr, EVICTION: tl.constexpr):
-    """Load rows of K numbers, at pointers [N, 1], as tiles [N, CHUNK]. The last tile is padded with
-    zeros."""
+    """Load rows of K numbers as a sequence of tiles [N, CHUNK]. The last tile is padded with zeros.
+
+    rows_ptr: [N, 1], pointers to the rows.
+    """
     tiles = ()
     for start in tl.static_range(0, K, CHUNK):
         k = start + tl.arange(0, CHUNK)[None, :]
@@ -44,20 +48,23 @@ def chunks_of(rows_ptr, K: tl.constexpr, CHUNK: tl.constexpr, EVICTION: tl.const
 
 @triton.constexpr_function
 def per_code_of(form: Form | None) -> int:
-    """Return the number of values per byte of a quantised weight, or 1 for a plain weight."""
+    """Return how many values a byte of a quantised weight holds, or 1 for an unquantised weight."""
     return 1 if form is None else form.per_code
 
 
 @triton.jit
 def low_columns(byte):
-    """Return the columns of the low codes of bytes, given by index, that hold two codes each."""
+    """Return the columns of the low codes of bytes with two codes. byte: indices of the bytes."""
     return byte + byte // HALF * HALF
 
 
 @triton.jit
 def columns_of(rows_ptr, ROW: tl.constexpr, CHUNK: tl.constexpr, FORM: tl.constexpr):
-    """Load the values of x that belong to the low codes and to the high codes of each byte, from
-    pointers [M, 1]. Return two sequences of tiles [M, CHUNK]."""
+    """Load the values of x by which the codes of a weight are multiplied. Return two sequences of
+    tiles [M, CHUNK], one for the low and one for the high codes of the bytes.
+
+    rows_ptr: [M, 1], pointers to rows of x. ROW: bytes of codes in a row of the weight.
+    """
     low_tiles = ()
     high_tiles = ()
     for start in tl.static_range(0, ROW, CHUNK):
@@ -73,15 +80,15 @@ def columns_of(rows_ptr, ROW: tl.constexpr, CHUNK: tl.constexpr, FORM: tl.conste
 
 @triton.jit
 def fields_of(
-    fields_ptr,
-    HIGH: tl.constexpr,  # whether to load fields for the high codes, if they have their own
+    fields_ptr,  # [N, 1], pointers to the scales or zeros of rows
+    HIGH: tl.constexpr,  # whether to load them for the high codes; used only with FORM.is_apart
     ROW: tl.constexpr,
     CHUNK: tl.constexpr,
     LANE: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Load scales or zeros from pointers [N, 1], one for each load of a thread. Return tiles [N,
-    CHUNK / LANE]."""
+    """Load the scales, or the zeros, of a weight: one for every LANE bytes, which a thread loads at
+    a time. Return a sequence of tiles [N, CHUNK / LANE]."""
     tiles = ()
     for start in tl.static_range(0, ROW, CHUNK):
         byte = start + tl.arange(0, CHUNK // LANE)[None, :] * LANE
@@ -95,16 +102,16 @@ def fields_of(
 
 @triton.jit
 def groups_of(
-    scales_ptr,  # [N, 1] pointers to the scales and zeros of rows
-    zeros_ptr,
-    none,  # returned in place of scales or zeros that the form does not have
+    scales_ptr,  # [N, 1], pointers to the scales of rows
+    zeros_ptr,  # [N, 1], pointers to their zeros or minima
+    none,  # placeholder to return if the weight has no scales per group, or no zeros
     ROW: tl.constexpr,
     CHUNK: tl.constexpr,
     LANE: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Load scales and zeros for the low codes, and then both for the high codes; see
-    `fields_of`."""
+    """Load the scales and zeros of groups of columns. Return four results of `fields_of`: the
+    scales and zeros of the low codes, then the scales and zeros of the high codes."""
     scales, zeros = none, none
     if FORM.wide > 0:
         scales = fields_of(scales_ptr, False, ROW, CHUNK, LANE, FORM)
@@ -120,7 +127,7 @@ def groups_of(
 
 @triton.jit
 def lane_sums(products, LANE: tl.constexpr):
-    """Add up every LANE consecutive values of [N, CHUNK]: [N, CHUNK / LANE]."""
+    """Add up every LANE consecutive values of `products` [N, CHUNK]. Return [N, CHUNK / LANE]."""
     N: tl.constexpr = products.shape[0]
     LANES: tl.constexpr = products.shape[1] // LANE
     return tl.sum(tl.reshape(products, [N, LANES, LANE]), axis=2)
@@ -128,10 +135,13 @@ def lane_sums(products, LANE: tl.constexpr):
 
 @triton.jit
 def scaled_sums(sums, x_sums, scale, zero, FORM: tl.constexpr):
-    """Apply zeros, minima and scales to sums of x times decoded codes. x_sums: sums of x over the
-    same columns."""
+    """Apply zeros, minima and scales to sums of products of x and decoded codes.
+
+    x_sums: sums of x over the same columns. Subtracting a zero from all codes is the same as
+    subtracting zero * x_sums from the sums.
+    """
     if FORM.kind == "int4":
-        offset = 136.0  # without zeros, codes have a zero of 8; decoded codes are 128 too large
+        offset = 136.0  # the 128 that `decoded_halves` adds, and 8, the default zero
         if FORM.has_minima:
             offset = 128.0
         elif FORM.has_zeros:
@@ -149,17 +159,17 @@ def scaled_sums(sums, x_sums, scale, zero, FORM: tl.constexpr):
 @triton.jit
 def dot_products(
     weight,  # tiles [N, CHUNK]
-    x,  # tiles [1, CHUNK] or [N, CHUNK]
-    x_high,  # tiles for high codes; x if a byte has one code
-    groups,  # a result of `groups_of`, of tiles [N, CHUNK / LANE]
+    x,  # tiles [1, CHUNK] or [N, CHUNK], for the low codes
+    x_high,  # the same for the high codes; equal to x if a byte has only one code
+    groups,  # a result of `groups_of`, with tiles [N, CHUNK / LANE]
     N: tl.constexpr,
-    ROW: tl.constexpr,  # numbers, or bytes of codes, per row
+    ROW: tl.constexpr,  # elements per row of the weight: values, or bytes of codes
     CHUNK: tl.constexpr,
-    LANE: tl.constexpr,  # numbers per load of a thread
-    FORM: tl.constexpr,  # None for a plain weight
+    LANE: tl.constexpr,  # elements that a thread loads at a time
+    FORM: tl.constexpr,  # None for an unquantised weight
 ):
-    """Return dot products [N] in fp32, without applying the scales of whole rows. Threads exchange
-    sums only once, at the end."""
+    """Return the dot products of x and each row of the weight, fp32 [N]. Scales that whole rows
+    share are not applied. Threads exchange sums only once, at the end."""
     scales, zeros, scales_high, zeros_high = groups
     sums = tl.zeros([N, CHUNK // LANE], tl.float32)
     for chunk in tl.static_range((ROW + CHUNK - 1) // CHUNK):
@@ -188,44 +198,45 @@ def dot_products(
 @triton.jit
 def one_row_linear_kernel(
     x_ptr,  # [K]
-    squares_ptr,  # [P] fp32, partial sums of squares of the row; only with PARTS
+    squares_ptr,  # [P] fp32, partial sums of squares of the row; used only with PARTS
     weight_ptr,  # [N, K], or its codes; with ACTIVATION [2 N, K], the gate's rows first
     bias_ptr,  # [N], or None
     residual_ptr,  # [N], or None
-    norm_ptr,  # [N], or None
-    out_ptr,  # [N], out
-    scaled_ptr,  # [N], out times norm, out; only with norm
-    out_squares_ptr,  # [N / BLOCK_N] fp32, out; only with norm
-    scales_ptr,  # [N / FORM.high, FORM.groups], or None for a plain weight
-    zeros_ptr,  # the same shape, or None
+    norm_ptr,  # [N], weight of the next norm, or None
+    out_ptr,  # [N], output
+    scaled_ptr,  # [N], output: out * norm; used only with norm_ptr
+    out_squares_ptr,  # [N / BLOCK_N] fp32, output: sums of squares; used only with norm_ptr
+    scales_ptr,  # [N / FORM.high, FORM.groups], or None for an unquantised weight
+    zeros_ptr,  # zeros or minima in the shape of the scales, or None
     num_features,  # N
     eps,
     K: tl.constexpr,
-    FORM: tl.constexpr,  # the form of a quantised weight, or None
-    PARTS: tl.constexpr,  # P, or 0 if x is not scaled
-    ACTIVATION: tl.constexpr,  # "" without a gate
+    FORM: tl.constexpr,  # the weight's `Form`, or None for an unquantised weight
+    PARTS: tl.constexpr,  # P, or 0 without squares_ptr
+    ACTIVATION: tl.constexpr,  # "" if there is no gate
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     GATED: tl.constexpr = ACTIVATION != ""
-    eps = tl.full([], eps, tl.float32)  # a Python float reaches torch.compile's kernels as fp64
+    eps = tl.full([], eps, tl.float32)  # torch.compile passes Python floats as fp64
     column = tl.program_id(0) * TILES.block_n + tl.arange(0, TILES.block_n)
     live = column < num_features
     feature = tl.minimum(column, num_features - 1).to(tl.int64)
     PER_CODE: tl.constexpr = per_code_of(FORM)
     ROW: tl.constexpr = K // PER_CODE
     rows_ptr = weight_ptr + (feature * ROW)[:, None]
-    # A weight is not read again before the next pass, so let it leave the L2 cache first. A thread
-    # loads 16 bytes of x, or of a plain weight, at a time.
+    # A thread loads LANE values of x at a time, 16 bytes, and LANE elements of the weight.
     LANE: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     if FORM is not None:
-        # This adds 0, but the compiler then knows that addresses are multiples of LANE.
+        # program_id(1) is always 0. Adding it times LANE changes nothing, but makes the compiler
+        # treat the addresses as multiples of LANE.
         rows_ptr += tl.program_id(1) * LANE
+    # The weight is not read again before the next forward pass, so let the L2 cache evict it first.
     weight = chunks_of(rows_ptr, ROW, TILES.chunk, "evict_first")
     if GATED:
         up = chunks_of(rows_ptr + num_features.to(tl.int64) * ROW, ROW, TILES.chunk, "evict_first")
-    groups = (weight, weight, weight, weight)  # placeholders: plain weights have no groups
+    groups = (weight, weight, weight, weight)  # placeholders if unquantised
     groups_up = groups
     if FORM is not None:
         _, scales, zeros = rows_of(weight_ptr, scales_ptr, zeros_ptr, feature, K, FORM)
@@ -244,8 +255,9 @@ def one_row_linear_kernel(
         norm = tl.load(norm_ptr + column, mask=live, other=0.0)
     after_predecessor(DEPENDENT)
 
-    # If a chunk of x is too small to give every thread a full load, load it once per row of the
-    # weight. A single copy would reach the other threads only through shared memory.
+    # If a chunk of x has fewer than LANE values for each thread, load it once for every row of the
+    # weight, so that each thread loads the values it needs. If x were loaded only once, the other
+    # threads would have to get their values through shared memory.
     X_ROWS: tl.constexpr = TILES.block_n if TILES.chunk < 32 * TILES.num_warps * LANE else 1
     x_rows = x_ptr + tl.zeros([X_ROWS, 1], tl.int32)
     if PER_CODE == 2:
@@ -280,7 +292,7 @@ def one_row_linear_kernel(
     out = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + column, out, mask=live)
     if norm_ptr is not None:
-        # Compute these from the rounded values, which are those that the next kernel reads.
+        # Use the rounded values of out, because the next kernel reads these.
         wide = tl.where(live, out.to(tl.float32), 0.0)
         tl.store(scaled_ptr + column, (wide * norm.to(tl.float32)).to(out.dtype), mask=live)
         tl.store(out_squares_ptr + tl.program_id(0), tl.sum(wide * wide, axis=0))
@@ -289,7 +301,10 @@ def one_row_linear_kernel(
 def one_row_linear(
     x: Tensor, weight: Tensor | Stored, tiles: RowTiles, **fused: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel for x [1, K]. fused: fields of `Fused`. Returns `Launch.results`."""
+    """Multiply x [1, K] by a weight with `one_row_linear_kernel`.
+
+    fused: fields of `Fused`, as keyword arguments. Returns `Launch.results`.
+    """
     assert x.shape[0] == 1
     operands, (_, eps), constants, results = prepared(x, weight, tiles.block_n, Fused(**fused))
     num_features, held, scales, zeros = results[0].shape[1], operands[2], None, None

@@ -1,4 +1,4 @@
-"""Dequantises weights, for matmuls of many rows with cuBLAS."""
+"""Dequantises weights, so that cuBLAS can multiply many rows by them."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from specdec_kernels.linear.decode_triton import decoded, decoded_halves, scale_
 from specdec_kernels.linear.stored import Stored
 from specdec_kernels.linear.stored_groups_triton import HALF, Form, high_columns
 
-WIDTH = 1024  # bytes per program, all of one row
+WIDTH = 1024  # bytes that a program decodes, all from one row
 READ = ("fp8", "int8", "int4", "mxfp4")
 
 
@@ -18,8 +18,8 @@ READ = ("fp8", "int8", "int4", "mxfp4")
 def plain_kernel(
     codes_ptr,  # [N, K / FORM.per_code] bytes
     scales_ptr,  # [N / FORM.high, FORM.groups]
-    zeros_ptr,  # the same shape, or None
-    out_ptr,  # [N, K], out
+    zeros_ptr,  # zeros or minima in the shape of the scales, or None
+    out_ptr,  # [N, K], output
     K: tl.constexpr,
     FORM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -46,7 +46,8 @@ def plain_kernel(
 
 @triton.jit
 def store_scaled(out_ptr, numbers, column, scales_ptr, zeros_ptr, live, FORM: tl.constexpr):
-    """Store (numbers - zeros) * scales - minima. numbers: from `decoded` or `decoded_halves`."""
+    """Store (numbers - zeros) * scales - minima. numbers: the result of `decoded`, or one of the
+    two results of `decoded_halves`."""
     group = column // FORM.wide if FORM.wide > 0 else tl.zeros(column.shape, tl.int32)
     shift = 0.0
     if FORM.has_zeros:
@@ -65,7 +66,8 @@ def store_scaled(out_ptr, numbers, column, scales_ptr, zeros_ptr, live, FORM: tl
 
 
 def plain_triton(weight: Tensor | Stored, dtype: torch.dtype) -> Tensor:
-    """Compute `stored.plain_of` on CUDA. The results are bitwise equal."""
+    """Compute `stored.plain_of` on CUDA, with bitwise equal results. Weights that the kernel does
+    not support are dequantised by `Stored.plain`."""
     if isinstance(weight, Tensor):
         return weight
     *outer, features, width = weight.shape

@@ -1,6 +1,6 @@
-"""The matmuls of a decoder layer on CUDA: chooses between the kernels here and cuBLAS.
+"""Computes the matmuls of a decoder layer on CUDA, with this package's kernels or with cuBLAS.
 
-The kernels here also compute the norm, gate, bias and residual next to a matmul.
+This package's kernels fuse the norm, gate, bias and residual with the matmul.
 """
 
 from collections.abc import Callable
@@ -30,9 +30,11 @@ Choose = Callable[[str, Tensor, Tensor | Stored], Product | None]
 
 
 def kernel_for(kind: str, x: Tensor, weight: Tensor | Stored) -> Product | None:
-    """Return the kernel for a matmul, with its launch configuration, or None for cuBLAS.
+    """Return the kernel for a matmul, bound to its launch configuration. Return None if cuBLAS
+    should compute the matmul.
 
-    kind: "norm", "gate" or "add".
+    kind: "norm" for `norm_linear`, "gate" for `norm_gate_up`, and "add" for `linear` and
+        `linear_add_norm`.
     """
     row_tiles = choose_row_tiles(kind, x, weight)
     if row_tiles is not None:
@@ -50,8 +52,11 @@ def kernel_for(kind: str, x: Tensor, weight: Tensor | Stored) -> Product | None:
 def chosen(
     kind: str, x: Tensor, weight: Tensor | Stored, choose: Choose
 ) -> tuple[Product | None, Tensor | Stored]:
-    """Return the kernel for a matmul, or None, and the weight. If no kernel reads a quantised
-    weight in its stored form, the weight is dequantised first."""
+    """Choose the kernel for a matmul. Return it, or None for cuBLAS, and the weight to use with it.
+
+    If no kernel can read a quantised weight, the returned weight is dequantised, and the choice is
+    made for that.
+    """
     product = choose(kind, x, weight)
     if product is None and isinstance(weight, Stored):
         weight = plain_triton(weight, x.dtype)
@@ -66,7 +71,7 @@ def norm_linear_triton(
     into: Tensor | None = None,
     choose: Choose = kernel_for,
 ) -> Tensor:
-    """Compute `ops.norm_linear`. choose: the function that chooses the kernel, here and below."""
+    """Compute `ops.norm_linear` on CUDA. choose: the function that chooses the kernel."""
     product, weight = chosen("norm", x.scaled, weight, choose)
     if product is None:
         assert x.squares is None and isinstance(weight, Tensor)
@@ -77,7 +82,7 @@ def norm_linear_triton(
 def norm_gate_up_triton(
     x: Normed, weight: Tensor | Stored, activation: str = "silu", choose: Choose = kernel_for
 ) -> Tensor:
-    """See `ops.norm_gate_up`."""
+    """Compute `ops.norm_gate_up` on CUDA. choose: the function that chooses the kernel."""
     product, weight = chosen("gate", x.scaled, weight, choose)
     if product is None:
         assert x.squares is None and isinstance(weight, Tensor)
@@ -88,7 +93,7 @@ def norm_gate_up_triton(
 def linear_triton(
     x: Tensor, weight: Tensor | Stored, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
-    """See `ops.linear`."""
+    """Compute `ops.linear` on CUDA."""
     product, weight = chosen("add", x, weight, kernel_for)
     if product is None:
         assert isinstance(weight, Tensor)
@@ -105,7 +110,7 @@ def linear_add_norm_triton(
     bias: Tensor | None = None,
     choose: Choose = kernel_for,
 ) -> Normed:
-    """See `ops.linear_add_norm`."""
+    """Compute `ops.linear_add_norm` on CUDA. choose: the function that chooses the kernel."""
     product, weight = chosen("add", x, weight, choose)
     if product is None:
         assert isinstance(weight, Tensor)

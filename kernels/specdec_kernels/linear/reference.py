@@ -1,15 +1,16 @@
-"""The public functions for matmuls of a decoder layer: torch implementations, and the names of
-their kernels.
+"""The public functions for the matmuls and norms of a decoder layer. Each is implemented in torch
+here, and its decorator names the function that computes it with kernels.
 
 They compute RMS norms (Zhang and Sennrich, arXiv 1910.07467) and matmuls, some with a gate
 (Shazeer, arXiv 2002.05202) or a residual. Norms round like transformers' LlamaRMSNorm, or like its
 GemmaRMSNorm if the weight is fp32.
 
-Legend: T packed tokens, K features read, N features written, F the MLP's features, V vocabulary.
-Tensors have contiguous rows. A weight [N, K] comes from `pack_weight`, and a bias is [N]. A
-`Normed` x has exactly the rows that `embed`, `add_norm` or `linear_add_norm` returned. `into`
-[T, N], contiguous, is an output buffer, on CUDA only. `norm_weight` [N] and `eps` belong to the
-norm that follows: the MLP's, the next layer's, or the final one.
+Legend: T is the number of packed tokens, K of input features, N of output features, F of features
+of the MLP, and V of tokens in the vocabulary. All tensors have contiguous rows. A weight [N, K]
+comes from `pack_weight`, and a bias is [N]. A `Normed` x has exactly the rows that `embed`,
+`add_norm` or `linear_add_norm` returned. `into`, [T, N] and contiguous, is an optional output
+buffer, on CUDA only. `norm_weight` [N] and `eps` belong to the norm that follows the matmul: that
+of the MLP, of the next layer, or the final one.
 """
 
 from functools import lru_cache
@@ -26,26 +27,27 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 class Normed(NamedTuple):
-    """A residual stream and its RMS norm, which may be left for the next matmul to finish."""
+    """A residual stream and its RMS norm. The norm may be unfinished; the next matmul then finishes
+    it."""
 
     hidden: Tensor
     """[T, K], the residual stream."""
     scaled: Tensor
-    """[T, K], the RMS norm of `hidden`. With `squares`, it is only `hidden` times the norm's
-    weight."""
+    """[T, K], the RMS norm of `hidden`. If `squares` is not None, the norm is unfinished, and this
+    is only `hidden` times the norm's weight."""
     squares: Tensor | None
-    """[T, P] fp32, P partial sums of squares of each row, from which the next matmul finishes the
-    norm; None if the norm is finished."""
+    """[T, P] fp32, P partial sums of squares for each row of `hidden`, with which the next matmul
+    finishes the norm; None if the norm is finished."""
     eps: float
 
     def take(self, rows: Tensor) -> "Normed":
-        """Return the rows with the indices `rows`, int64 [M]."""
+        """Select the rows with the indices `rows`, int64 [M], from all fields."""
         squares = None if self.squares is None else self.squares[rows]
         return Normed(self.hidden[rows], self.scaled[rows], squares, self.eps)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `ops.rms_norm`."""
+    """Compute `ops.rms_norm` with torch's own norm."""
     if x.dtype in (torch.float32, torch.float64):
         return F.rms_norm(x, weight.shape, weight, eps)
     if weight.dtype == torch.float32:
@@ -58,12 +60,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide every row of x [..., K] by its root mean square and multiply it by `weight`. The
     result has x's shape and is contiguous.
 
-    weight: [K], in x's dtype, or in fp32 as Gemma's 1 + weight; this holds for all norm weights
-    here. eps: added to the mean of squares.
+    weight: [K], in x's dtype, or in fp32 for Gemma, where it holds 1 + the checkpoint's weight. The
+        same is true of the norm weights of the other functions here.
+    eps: added to the mean of squares, before its root is taken.
     """
     if x.dtype != torch.float32:
         return rms_norm_reference(x, weight, eps)
-    # This takes five operations on a CPU; torch's own norm takes eight.
+    # This calls five torch operations, and F.rms_norm would call eight, which costs time on a CPU.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     factor = torch.addcmul(_scalar(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return (x * factor).mul_(weight)
@@ -76,8 +79,10 @@ def _scalar(value: float) -> Tensor:
 
 @kernel("specdec_kernels.linear.norm_triton:gate_triton")
 def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
-    """Return activation(gate) * up, [T, F]. gate_up: [T, 2F], the gate first. activation: "silu" or
-    "gelu_tanh"."""
+    """Return activation(gate) * up, [T, F].
+
+    gate_up: [T, 2F], the gate's features first. activation: "silu" or "gelu_tanh".
+    """
     first, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":
         return F.silu(first) * up
@@ -99,8 +104,11 @@ def embed(
     """Look up embeddings [T, K], apply the first norm, and look up rows [T, D] of the rotary
     tables.
 
-    token_ids, positions: [T] int64, less than V and L; not checked on CUDA. embedding: [V, K].
-    cos_table, sin_table: [L, D]. scale: multiplies the embeddings, as in Gemma.
+    token_ids: [T] int64, less than V. Not checked on CUDA.
+    positions: [T] int64, less than L. Not checked on CUDA.
+    embedding: [V, K].
+    cos_table, sin_table: [L, D], for L positions and D rotary dimensions.
+    scale: a factor by which the embeddings are multiplied, as in Gemma.
     """
     hidden = F.embedding(token_ids, embedding)
     if scale != 1.0:
@@ -117,10 +125,11 @@ def add_norm(
     eps: float,
     post_norm: Tensor | None = None,
 ) -> Normed:
-    """Add x to the residual stream, and apply the norm that follows. x: [T, N], a projection that
-    is already summed over ranks.
+    """Add x to the residual stream, and apply the norm that follows.
 
-    post_norm: [N], the weight of a norm applied to x before it is added, as in Gemma 2 and 3.
+    x: [T, N], the output of a projection, already summed over ranks.
+    post_norm: [N], the weight of a norm that is applied to x before the addition, as in Gemma 2
+        and 3; None for models without it.
     """
     if post_norm is not None:
         x = rms_norm.reference(x, post_norm, eps)
@@ -131,8 +140,8 @@ def add_norm(
 def linear(
     x: Tensor, weight: Weight, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
-    """Return x [T, K] @ weight^T (+ bias): [T, N], for example one rank's partial sum of a
-    projection."""
+    """Return x [T, K] @ weight^T (+ bias), [T, N]. With tensor parallelism, this may be one rank's
+    partial sum of a projection."""
     assert into is None
     return product(x, weight, bias)
 
@@ -141,18 +150,18 @@ def linear(
 def norm_linear(
     x: Normed, weight: Weight, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
-    """Return rms_norm(x) @ weight^T (+ bias): [T, N], a layer's merged q, k and v, or the
-    logits."""
+    """Return rms_norm(x) @ weight^T (+ bias), [T, N]. This computes a layer's merged q, k and v, or
+    the logits."""
     assert x.squares is None
     return linear.reference(x.scaled, weight, bias, into)
 
 
 @kernel("specdec_kernels.linear.products_triton:norm_gate_up_triton")
 def norm_gate_up(x: Normed, weight: Weight, activation: str = "silu") -> Tensor:
-    """Return activation(n @ gate^T) * (n @ up^T), with n = rms_norm(x): [T, F]. This is the first
+    """Return activation(n @ gate^T) * (n @ up^T), [T, F], with n = rms_norm(x). This is the first
     half of a gated MLP.
 
-    weight: [2F, K], the gate's rows first. activation: "silu" or "gelu_tanh".
+    weight: [2F, K], the rows of `gate` before those of `up`. activation: "silu" or "gelu_tanh".
     """
     return gate.reference(norm_linear.reference(x, weight), activation)
 
@@ -171,14 +180,14 @@ def linear_add_norm(
 
 
 def normed(x: Tensor, norm_weight: Tensor, eps: float) -> Normed:
-    """Apply the norm to x [T, K], and return both."""
+    """Apply the norm to x [T, K]. Return x with its finished norm."""
     return Normed(x, rms_norm.reference(x, norm_weight, eps), None, eps)
 
 
 def linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
-    """Compute `ops.linear` in torch; on CUDA this is cuBLAS, for matmuls of many rows."""
+    """Compute `ops.linear` in torch. On CUDA, torch calls cuBLAS."""
     if into is None:
         return F.linear(x, weight, bias)
     if bias is None:

@@ -1,8 +1,9 @@
 """Weights in their checkpoint's quantised form: codes, and scales that groups of values share.
 
-`KINDS` lists the encodings. `Stored.plain` is the reference for decoding. If a file has its own
-order of codes, its reader converts that to the order here. Legend: N features written, K features
-read; experts are [E, N, K].
+`KINDS` lists the encodings. `Stored.plain` is the reference implementation of decoding. Checkpoint
+formats order their codes differently, so the reader of each format converts them to the order used
+here. Legend: N is the number of output features and K of input features. The weights of E experts
+form one tensor [E, N, K].
 """
 
 from collections.abc import Callable, Sequence
@@ -18,11 +19,14 @@ from torch import Tensor
 class Kind(NamedTuple):
     """One way to encode values.
 
-    codes: the dtype that holds the codes. per_code: the number of values in one element of `codes`.
-    decode: turns codes [..., N, K / per_code] into new fp32 values [..., N, K], without applying
-    zeros and scales. encode: rounds fp32 values to the nearest codes. largest: the greatest
-    magnitude. middle: subtracted from decoded values if there are neither zeros nor minima.
-    block: the number of adjacent columns whose codes are interleaved.
+    codes: the dtype that holds the codes.
+    per_code: how many values one element of that dtype holds.
+    decode: converts codes [..., N, K / per_code] to a new tensor of fp32 values [..., N, K]. It
+        does not apply zeros and scales.
+    encode: converts fp32 values to the nearest codes; the inverse of `decode`.
+    largest: the magnitude to which `Storage.quantised` scales the largest number of a group.
+    middle: subtracted from decoded values if a weight has neither zeros nor minima.
+    block: the number of adjacent columns whose codes are interleaved; 1 if none are.
     """
 
     codes: torch.dtype
@@ -37,9 +41,9 @@ class Kind(NamedTuple):
 def unpacked(codes: Tensor) -> Tensor:
     """Unpack bytes [..., K / 2] into numbers 0..15, uint8 [..., K].
 
-    In each block of 128 columns, the low four bits of byte j hold column j and its high four bits
-    hold column j + 64. If columns remain, always an even number, they form a shorter block, also
-    with two halves.
+    In each block of 128 columns, the low four bits of byte j hold column j, and the high four bits
+    hold column j + 64. If K is not a multiple of 128, the remaining columns form a shorter block.
+    Their number R is always even, and byte j holds columns j and j + R / 2.
     """
     parts = [torch.cat((b & 15, b >> 4), -1).flatten(-2) for b in _blocks(codes, BLOCK // 2)]
     return torch.cat(parts, -1)
@@ -73,7 +77,7 @@ def _to_e2m1(numbers: Tensor) -> Tensor:
 
 FP8, INT4, INT8, MXFP4 = "fp8", "int4", "int8", "mxfp4"
 BLOCK = 128  # columns per block of interleaved four-bit codes
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of codes 0..7; 8..15: negated
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of codes 0..7; codes 8..15 are negative
 KINDS = {
     FP8: Kind(
         *(torch.float8_e4m3fn, 1, lambda codes: codes.float()),
@@ -101,15 +105,15 @@ class Storage:
     """The format of a quantised weight, without its values.
 
     kind: a name in `KINDS`.
-    group: the numbers of rows and columns whose values share a scale; 0 columns mean a whole row.
-        The last group of a row or column may be smaller.
+    group: how many rows and how many columns share a scale; 0 columns stand for whole rows. The
+        last group of a row or column may be smaller.
     has_zeros: whether each group has a zero, which is subtracted from its decoded codes. Zeros are
         int8 for int8 codes, and uint8 otherwise.
     scales: the dtype of the scales: fp32, fp16 or bf16, or uint8 for powers of two. A uint8 is the
         exponent plus 127 (e8m0 of https://arxiv.org/abs/2310.10537, which has no zero and no sign;
         255 is NaN).
-    has_minima: whether each group has a minimum instead of a zero. It is in the scales' dtype, and
-        is subtracted from codes times scales.
+    has_minima: whether each group has a minimum instead of a zero. Minima have the dtype of the
+        scales, and are subtracted after codes are multiplied by scales.
     """
 
     kind: str
@@ -120,7 +124,8 @@ class Storage:
 
     @property
     def is_apart(self) -> bool:
-        """Whether the two values of a byte may have different scales, or have minima."""
+        """True if kernels must scale the low and high codes of bytes separately, because the two
+        values of a byte may have different scales, or because they have minima."""
         return KINDS[self.kind].per_code > 1 and (self.group[1] % BLOCK > 0 or self.has_minima)
 
     def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -134,7 +139,7 @@ class Storage:
         return (*outer, -(-rows // high), -(-columns // wide) if wide else 1)
 
     def num_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes that a weight of `shape` takes, with scales, zeros and minima."""
+        """Return the size in bytes of a weight of `shape`, including scales, zeros and minima."""
         codes = torch.Size(self.codes_shape(shape)).numel() * KINDS[self.kind].codes.itemsize
         of_group = self.scales.itemsize * (1 + self.has_minima) + self.has_zeros
         return codes + torch.Size(self.scales_shape(shape)).numel() * of_group
@@ -150,7 +155,7 @@ class Storage:
         return place == size or not any(place % unit for unit in units)
 
     def of_each(self, shared: Tensor, shape: Sequence[int]) -> Tensor:
-        """Expand values per group, such as scales, so that they broadcast to a weight of
+        """Repeat values that groups share, such as scales, so that they broadcast to a weight of
         `shape`."""
         (high, wide), (rows, columns) = self.group, shape[-2:]
         if high > 1:
@@ -165,9 +170,10 @@ class Storage:
     def quantised(self, numbers: Tensor) -> "Stored":
         """Quantise numbers [..., N, K] to this format.
 
-        Scales are chosen so that a group's largest number gets the largest code, or at least half
-        of it if scales are powers of two. Zeros or minima, if any, just subtract the kind's
-        `middle`.
+        The scale of each group is chosen so that the group's largest magnitude becomes the kind's
+        `largest`. If scales are powers of two, the scale is rounded up, and the result may be as
+        small as half of that. If the format has zeros or minima, they are not fitted to the
+        numbers: each just subtracts the kind's `middle` from the codes.
         """
         kind, (high, wide), (rows, columns) = KINDS[self.kind], self.group, numbers.shape[-2:]
         wide = wide or columns
@@ -188,8 +194,8 @@ class Storage:
 class Stored:
     """A weight [..., N, K] in the quantised form that matmuls read.
 
-    `storage` gives the shapes and dtypes of the other fields. zeros: the groups' zeros, or their
-    minima, or None.
+    `storage` determines the shapes and dtypes of the other fields. `zeros` holds the zeros or
+    minima of the groups, and is None if the format has neither.
     """
 
     codes: Tensor
@@ -252,8 +258,11 @@ class Stored:
         return self._each(part)
 
     def reordered(self, order: Tensor) -> "Stored":
-        """Reorder the rows within each run of P rows. order: int64 [P], the previous index of each
-        row in the run."""
+        """Reorder the rows within each run of P consecutive rows. If groups do not consist of whole
+        runs, each row of the result gets its own scales.
+
+        order: int64 [P]. Row i of a run becomes what row order[i] of that run was before.
+        """
         part = self if self.storage.group[0] % len(order) == 0 else self._by_rows()
         places = torch.arange(self.shape[-2], device=order.device)
         places = places.view(-1, len(order))[:, order].flatten()
@@ -279,8 +288,9 @@ class Stored:
 
     @staticmethod
     def joined(parts: Sequence["Stored"]) -> "Stored":
-        """Concatenate weights of the same format along their rows. If a weight ends within a group
-        of rows, each row of the result gets its own scales."""
+        """Concatenate weights of the same format along their rows. If any but the last weight ends
+        with an incomplete group of rows, the groups of the result would not be of equal size, so
+        each of its rows gets its own scales instead."""
         assert len({part.storage for part in parts}) == 1
         high = parts[0].storage.group[0]
         if any(part.shape[-2] % high for part in parts[:-1]):
@@ -302,5 +312,5 @@ class Stored:
 
 
 def plain_of(weight: Tensor | Stored, dtype: torch.dtype) -> Tensor:
-    """Return a weight's dequantised values. A plain tensor is returned as it is."""
+    """Return the dequantised values of a weight, or the weight itself if it is not quantised."""
     return weight if isinstance(weight, Tensor) else weight.plain(dtype)

@@ -1,5 +1,6 @@
 """Computes the addresses of a quantised weight's codes, scales and zeros, for kernels that decode
-them in registers. A tile is cut into slices so that each slice lies in one group of columns.
+the codes in registers. Tiles are cut into slices, each within one group of columns, so that all
+codes of a slice that belong to one row share a scale.
 """
 
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from torch import Tensor
 from specdec_kernels.linear.decode_triton import corrected, scale_of
 from specdec_kernels.linear.stored import BLOCK, KINDS, Stored
 
-HALF = tl.constexpr(BLOCK // 2)  # distance in columns of a byte's two values
+HALF = tl.constexpr(BLOCK // 2)  # distance between the columns of a byte's two values
 
 
 class Form(NamedTuple):
@@ -21,13 +22,13 @@ class Form(NamedTuple):
     kind: str
     per_code: int  # values per byte
     high: int  # rows that share a scale
-    wide: int  # columns that share a scale; 0 if a whole row does
+    wide: int  # columns that share a scale; 0 if all columns of a row do
     groups: int  # groups of columns in a row
-    has_zeros: bool  # zeros or minima
+    has_zeros: bool  # whether groups have zeros or minima
     has_minima: bool
-    is_apart: bool  # whether the two values of a byte may have different scales, or have minima
-    whole: int  # columns in blocks of full length
-    rest: int  # columns between the two values of a byte in a shorter last block; 0 without one
+    is_apart: bool  # whether low and high codes are scaled separately: see `Storage.is_apart`
+    whole: int  # columns in complete blocks of 128
+    rest: int  # replaces HALF in an incomplete last block; 0 if there is none
 
     @classmethod
     def of(cls, weight: Stored) -> "Form":
@@ -41,14 +42,15 @@ class Form(NamedTuple):
 
 
 def form_of(weight: Tensor | Stored) -> Form | None:
-    """Return the form of a quantised weight, which may be on the meta device; None for a plain
-    weight."""
+    """Return the `Form` of a quantised weight, or None for an unquantised weight. The weight may be
+    on the meta device."""
     return None if isinstance(weight, Tensor) else Form.of(weight)
 
 
 def operands_of(weight: Tensor | Stored) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the tensors that a kernel gets for a weight: a quantised weight's codes as bytes,
-    scales and zeros; or a plain weight and two times None. All must be contiguous."""
+    """Return the three arguments that stand for a weight in a kernel launch: the codes as bytes,
+    the scales and the zeros of a quantised weight, or (weight, None, None) if it is not quantised.
+    All tensors must be contiguous."""
     if isinstance(weight, Tensor):
         assert weight.is_contiguous()
         return weight, None, None
@@ -58,13 +60,14 @@ def operands_of(weight: Tensor | Stored) -> tuple[Tensor, Tensor | None, Tensor 
 
 @triton.jit
 def rows_of(codes_ptr, scales_ptr, zeros_ptr, row, K: tl.constexpr, FORM: tl.constexpr):
-    """Return pointers to the codes, scales and zeros of rows [N] with K numbers each. Row numbers
-    continue from one expert to the next, and no group has rows of two experts.
+    """Return pointers to the codes, scales and zeros of the rows with the numbers `row` [N]. A row
+    has K values. For experts [E, R, K], row r of expert e has the number e * R + r, and R must be
+    a multiple of FORM.high, so that no group has rows of two experts.
     """
     row = row.to(tl.int64)
     place = row // FORM.high * FORM.groups
     scales = scales_ptr + place
-    zeros = scales  # instead of None, which functions cannot return among other results
+    zeros = scales  # a placeholder: a jitted function cannot return None in a tuple
     if FORM.has_zeros:
         zeros = zeros_ptr + place
     return codes_ptr + row * (K // FORM.per_code), scales, zeros
@@ -72,8 +75,8 @@ def rows_of(codes_ptr, scales_ptr, zeros_ptr, row, K: tl.constexpr, FORM: tl.con
 
 @triton.jit
 def along_features(scale, FORM: tl.constexpr, SLICES: tl.constexpr):
-    """Reshape scales from `row_scales` so that they broadcast over sums [N, M] or [SLICES, N,
-    M]."""
+    """Reshape the scales that `row_scales` returns so that they broadcast over sums [N, M] or
+    [SLICES, N, M]."""
     if FORM.wide == 0:
         scale = tl.trans(scale)
         if SLICES > 1:
@@ -83,24 +86,24 @@ def along_features(scale, FORM: tl.constexpr, SLICES: tl.constexpr):
 
 @triton.jit
 def bytes_of(start, WIDTH: tl.constexpr, SLICES: tl.constexpr):
-    """Return the first byte of each slice of a tile that begins at byte `start`: [], or
-    [SLICES]."""
+    """Return where each slice of a tile begins in a row of codes, in bytes: a scalar for one slice,
+    else [SLICES]. The tile begins at byte `start`, and its slices are WIDTH bytes wide."""
     return start if SLICES == 1 else start + tl.arange(0, SLICES) * WIDTH
 
 
 @triton.jit
 def first_columns(start, begin_low, FORM: tl.constexpr):
-    """Return the first low code's column in each slice of the tile that begins at byte `start`.
+    """Return the column of the first low code in each slice of a tile that begins at byte `start`.
 
-    begin_low: the same for the tile at byte 0.
+    begin_low: these columns for the tile that begins at byte 0.
     """
     return begin_low + start * FORM.per_code
 
 
 @triton.jit
 def high_columns(low, FORM: tl.constexpr):
-    """Return the columns of the high codes in the bytes whose low codes have the columns `low`."""
-    if FORM.rest > 0:  # the two halves of a shorter last block are shorter, too
+    """Return the columns of the high codes of bytes. low: the columns of their low codes."""
+    if FORM.rest > 0:  # an incomplete last block has shorter halves
         return low + tl.where(low < FORM.whole, HALF, FORM.rest)
     else:
         return low + HALF
@@ -108,16 +111,19 @@ def high_columns(low, FORM: tl.constexpr):
 
 @triton.jit
 def in_slices(first, WIDTH: tl.constexpr, SLICES: tl.constexpr):
-    """Return WIDTH consecutive indices from each slice's `first` on: [WIDTH], or [SLICES,
-    WIDTH]."""
+    """Return WIDTH consecutive indices for each slice, starting at `first`, a scalar or [SLICES].
+    The result is [WIDTH], or [SLICES, WIDTH]."""
     places = tl.arange(0, WIDTH)
     return first + places if SLICES == 1 else first[:, None] + places[None, :]
 
 
 @triton.jit
 def of_groups(fields_ptr, column, live, FORM: tl.constexpr, SLICES: tl.constexpr):
-    """Load scales or zeros, from pointers to rows [N], for the group of each slice's first column:
-    [N, 1], or [SLICES, N, 1]."""
+    """Load one scale, or one zero, for each row and slice of a tile: [N, 1], or [SLICES, N, 1].
+
+    fields_ptr: [N], pointers to the scales or zeros of rows. column: the first column of each
+    slice, which determines its group.
+    """
     group = column * 0
     if FORM.wide > 0:
         group = tl.minimum(column // FORM.wide, FORM.groups - 1)
@@ -130,9 +136,13 @@ def of_groups(fields_ptr, column, live, FORM: tl.constexpr, SLICES: tl.constexpr
 
 @triton.jit
 def groups_of(scales_ptr, zeros_ptr, column, live, FORM: tl.constexpr, SLICES: tl.constexpr):
-    """Load the scales, and the zeros or minima, of the groups that columns `column` of a tile
-    belong to. The zero is 0 if the form has neither. The scale is 1 if whole rows share a scale;
-    that one is applied to the sums at the end."""
+    """Load the scales, and the zeros or minima, of the slices of a tile. Return both, in the shape
+    that `of_groups` returns.
+
+    column: the first column of each slice. If the weight has neither zeros nor minima, the zero is
+    0. If whole rows share a scale, the scale is 1, because `row_scaled` applies that scale to the
+    sums at the end.
+    """
     scale, zero = 1.0, 0
     if FORM.wide > 0:
         scale = of_groups(scales_ptr, column, live, FORM, SLICES)
@@ -145,8 +155,8 @@ def groups_of(scales_ptr, zeros_ptr, column, live, FORM: tl.constexpr, SLICES: t
 def tile_groups(
     scales_ptr, zeros_ptr, start, begin_low, live, FORM: tl.constexpr, SLICES: tl.constexpr
 ):
-    """Return `groups_of` for the low codes, and then for the high codes, of the tile that begins at
-    byte `start`."""
+    """Load the scales and zeros of the tile that begins at byte `start`. Return the scales and
+    zeros of its low codes, then those of its high codes. All four are as in `groups_of`."""
     column = first_columns(start, begin_low, FORM)
     scale, zero = groups_of(scales_ptr, zeros_ptr, column, live, FORM, SLICES)
     scale_high, zero_high = scale, zero
@@ -158,8 +168,10 @@ def tile_groups(
 
 @triton.jit
 def row_scales(scales, live, FORM: tl.constexpr):
-    """Load the fp32 scales of whole rows, [1, N], from pointers [N]. Return 1 if rows have several
-    scales."""
+    """Load the scales of whole rows as fp32 [1, N]. Return 1 if a row has several scales.
+
+    scales: [N], pointers to the rows' scales.
+    """
     scale = 1.0
     if FORM.wide == 0:
         scale = scale_of(tl.load(scales, mask=live, other=0))[None, :]
@@ -168,9 +180,10 @@ def row_scales(scales, live, FORM: tl.constexpr):
 
 @triton.jit
 def row_scaled(sums, scale, FORM: tl.constexpr, dtype: tl.constexpr):
-    """Multiply fp32 sums from `stored_sums` by the scales of whole rows, if there are any.
+    """Finish fp32 sums from `stored_sums`: if whole rows share a scale, multiply by it and by the
+    factor of `corrected`. Otherwise, both were already applied.
 
-    scale: broadcasts over the sums. dtype: the dtype of x.
+    scale: the rows' scales, in a shape that broadcasts over the sums. dtype: the dtype of x.
     """
     if FORM.wide == 0:
         sums = corrected(sums, FORM, dtype) * scale

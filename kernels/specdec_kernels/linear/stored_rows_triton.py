@@ -1,9 +1,9 @@
-"""A matmul with a quantised weight, for few rows of x, with the same fused steps as in
-`few_rows_triton`.
+"""Multiplies few rows of x by a quantised weight, with the same fused steps as `few_rows_triton`.
 
-`stored_sums_triton` computes the sums. If x is split into fp8 terms (see `terms_triton`), each row
-of x becomes two rows, whose sums are added up at the end. Tensor cores then read fp8 codes in their
-stored form, without registers. Four-bit codes only need to be separated.
+`stored_sums_triton` computes the sums. x may be split into fp8 terms (see `terms_triton`). Each row
+of x then becomes two rows, whose sums are added up at the end. Since x is fp8, tensor cores can
+read the weight's fp8 codes from shared memory as they are, instead of decoding them in registers
+first. Four-bit codes are valid fp8 values too, but a byte's two codes must first be separated.
 """
 
 from typing import Any
@@ -33,21 +33,21 @@ from specdec_kernels.linear.tile_tables import Tiles
 
 @triton.jit(do_not_specialize=["num_rows"])
 def stored_rows_kernel(
-    x_ptr,  # [T, K]; or [T, TERMS, K], fp8 terms of x
-    squares_ptr,  # [T, P] fp32, partial sums of squares of each row; only with PARTS
+    x_ptr,  # [T, K]; if x is split into fp8 terms, [T, TERMS, K]
+    squares_ptr,  # [T, P] fp32, partial sums of squares of each row; used only with PARTS
     codes_ptr,  # [N, K / FORM.per_code] bytes; with ACTIVATION [2 N, ...], the gate's rows first
     bias_ptr,  # [N], or None
     residual_ptr,  # [T, N], or None
-    norm_ptr,  # [N], or None
-    out_ptr,  # [T, N], out
-    scaled_ptr,  # [T, N], out times norm, out; only with norm
-    out_squares_ptr,  # [T, N / BLOCK_N] fp32, out; only with norm
+    norm_ptr,  # [N], weight of the next norm, or None
+    out_ptr,  # [T, N], output
+    scaled_ptr,  # [T, N], output: out * norm; used only with norm_ptr
+    out_squares_ptr,  # [T, N / BLOCK_N] fp32, output: sums of squares; used only with norm_ptr
     scales_ptr,  # [N / FORM.high, FORM.groups]
-    zeros_ptr,  # the same shape: uint8, or minima in the scales' dtype; or None
-    x_scales_ptr,  # [T] fp32, scales of the terms; None without terms
-    x_sums_ptr,  # [K / BLOCK, T] fp32, sums of x; only for terms and four-bit codes
-    partial_ptr,  # [1, or 2 with ACTIVATION, SPLITS, T, N] fp32, out; only with SPLITS > 1
-    counters_ptr,  # [>= row blocks * N / BLOCK_N] int32, zeros; only with SPLITS > 1
+    zeros_ptr,  # uint8 zeros, or minima in the scales' dtype, in the scales' shape; or None
+    x_scales_ptr,  # [T] fp32, scales of the terms; None if x is not split into terms
+    x_sums_ptr,  # [K / BLOCK, T] fp32, sums of x in each block; only for terms and 4-bit codes
+    partial_ptr,  # [SPLITS, T, N], with ACTIVATION [2, SPLITS, T, N], fp32, output; if SPLITS > 1
+    counters_ptr,  # [at least row blocks * N / BLOCK_N] int32, zeros; used only with SPLITS > 1
     num_rows,
     num_features,  # N
     x_stride,
@@ -55,8 +55,8 @@ def stored_rows_kernel(
     eps,
     K: tl.constexpr,
     FORM: tl.constexpr,
-    PARTS: tl.constexpr,  # P, or 0 if x is not scaled
-    ACTIVATION: tl.constexpr,  # "" without a gate
+    PARTS: tl.constexpr,  # P, or 0 without squares_ptr
+    ACTIVATION: tl.constexpr,  # "" if there is no gate
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -64,13 +64,13 @@ def stored_rows_kernel(
     SLICES: tl.constexpr = TILES.slices
     SPLITS: tl.constexpr = TILES.splits
     GATED: tl.constexpr = ACTIVATION != ""
-    ROW: tl.constexpr = K // FORM.per_code  # bytes per row of the weight; TILE: bytes per tile row
-    TILE: tl.constexpr = TILES.block_k // FORM.per_code
+    ROW: tl.constexpr = K // FORM.per_code  # bytes of codes in a row of the weight
+    TILE: tl.constexpr = TILES.block_k // FORM.per_code  # bytes of codes in a row of a tile
     SHARE: tl.constexpr = (ROW + SPLITS * TILE - 1) // (SPLITS * TILE) * TILE
     HELD: tl.constexpr = SHARE * FORM.per_code <= TILES.early
-    OF_ROW: tl.constexpr = 1 if x_scales_ptr is None else TERMS  # rows of x per row of out
+    OF_ROW: tl.constexpr = 1 if x_scales_ptr is None else TERMS  # rows of x for each row of out
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    eps = tl.full([], eps, tl.float32)  # a Python float reaches torch.compile's kernels as fp64
+    eps = tl.full([], eps, tl.float32)  # torch.compile passes Python floats as fp64
 
     split = tl.program_id(1)
     first = split * SHARE
@@ -170,10 +170,13 @@ def stored_rows_kernel(
 def stored_rows_linear(
     x: Tensor, weight: Stored, tiles: Tiles, as_terms: bool = False, **fused: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel for x [T, K]. fused: fields of `Fused`. Returns `Launch.results`.
+    """Multiply x [T, K] by a quantised weight with `stored_rows_kernel`.
 
-    as_terms: whether to split x into fp8 terms. This needs tiles of one slice. The codes must be
-        fp8; or int4, with tiles of one block of columns that share a scale.
+    as_terms: whether to split x into fp8 terms. Tiles must then have a single slice. The codes must
+        be fp8, or int4. With int4, a tile must be one block of columns, which share a scale.
+    fused: fields of `Fused`, as keyword arguments.
+
+    Returns `Launch.results`.
     """
     operands, numbers, constants, results = prepared(x, weight, tiles.block_n, Fused(**fused))
     num_rows, num_features = results[0].shape

@@ -1,10 +1,13 @@
 """Multiplies x by a quantised weight, whose codes are decoded in registers.
 
-The weight is the left operand of every matmul, which tensor cores can read from registers, and x is
-the right operand. Each slice of a tile lies in one group of columns, and its result is multiplied
-by the group's scales. Scales of whole rows are applied at the end. If a program's share of each row
-has at most `Tiles.early` numbers, all its codes, scales and zeros are loaded before it waits for
-the preceding kernel.
+Tensor cores can read only the left operand of a matmul from registers. The weight is therefore the
+left operand, and x is the right one. Each slice of a tile lies in one group of columns, so its
+product is multiplied by the scales of that group. If whole rows share a scale, it is applied to the
+sums at the end.
+
+A program multiplies a share of each row of the weight. If the share has at most `Tiles.early`
+values, the program loads all codes, scales and zeros of it before it waits for the preceding
+kernel.
 """
 
 import triton
@@ -37,7 +40,8 @@ from specdec_kernels.linear.stored_groups_triton import (
 
 @triton.jit
 def without_zeros(numbers, zero, FORM: tl.constexpr):
-    """Subtract the zeros from int4 values of `decoded_halves`."""
+    """Subtract zeros from int4 values that `decoded_halves` returns, and the 128 by which they are
+    too large. Codes without zeros have a zero of 8; minima are not subtracted here."""
     if FORM.has_minima:
         return numbers - tl.full([], 128.0, numbers.dtype)
     elif FORM.has_zeros:
@@ -48,9 +52,11 @@ def without_zeros(numbers, zero, FORM: tl.constexpr):
 
 @triton.jit
 def add_scaled(x, numbers, scale, zero, sums, FORM: tl.constexpr, SLICES: tl.constexpr):
-    """Return sums + (numbers @ x.T) * scale, separately for each slice. Scales of whole rows are
-    not applied. Minima, which replace zeros, are multiplied by sums of x instead of being
-    subtracted from numbers, which would round them.
+    """Return sums + (numbers @ x.T) * scale, separately for each slice. If whole rows share a
+    scale, it is not applied here.
+
+    Some weights have minima instead of zeros. Subtracting those from `numbers` would round the
+    results. Instead, they are multiplied by the sums of x and subtracted from the fp32 sums.
     """
     if FORM.wide == 0:
         sums = add_product(x, numbers, sums, SLICES, True)
@@ -67,15 +73,15 @@ def add_scaled(x, numbers, scale, zero, sums, FORM: tl.constexpr, SLICES: tl.con
 
 @triton.jit
 def add_stored(
-    x,  # [M, W] or [SLICES, M, W], the values of x that belong to low codes
-    x_high,  # the same for high codes
+    x,  # [M, W] or [SLICES, M, W], the values of x to multiply by low codes
+    x_high,  # those to multiply by high codes, in the same shape
     codes,  # [N, W] or [SLICES, N, W] bytes
     groups,  # a result of `tile_groups`
     sums,  # [N, M] or [SLICES, N, M]
     FORM: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """Return sums + weight @ x.T for one tile of the weight."""
+    """Decode one tile of the weight, and return sums + tile @ x.T."""
     scale, zero, scale_high, zero_high = groups
     if FORM.per_code == 1:
         numbers = decoded(codes, FORM, x.dtype)
@@ -97,7 +103,7 @@ def add_stored(
 
 @triton.jit
 def first_low(FORM: tl.constexpr, TILES: tl.constexpr):
-    """Return the first low code's column in each slice of the tile at byte 0."""
+    """Return the column of the first low code in each slice of a tile that begins at byte 0."""
     begin = bytes_of(0, TILES.block_k // FORM.per_code // TILES.slices, TILES.slices)
     if FORM.per_code == 2:
         begin += begin // HALF * HALF
@@ -108,14 +114,14 @@ def first_low(FORM: tl.constexpr, TILES: tl.constexpr):
 def load_x(
     x_rows,  # [M] pointers to rows of x
     row_live,  # [M]
-    inside,  # whether each of the tile's columns is within a row
-    low,  # the first column of each slice, for low codes
-    high,  # the same for high codes
+    inside,  # mask of the tile's bytes that lie within a row of codes
+    low,  # the column of the first low code in each slice
+    high,  # the column of the first high code in each slice
     FORM: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Load the values of x that belong to a tile's low codes and to its high codes: [M, W] or
-    [SLICES, M, W] each."""
+    """Load the values of x by which a tile's low codes and its high codes are multiplied. Return
+    two tensors [M, W] or [SLICES, M, W]; they are the same if a byte has only one code."""
     SLICES: tl.constexpr = TILES.slices
     WIDTH: tl.constexpr = TILES.block_k // FORM.per_code // SLICES
     live = along_rows(row_live, SLICES) & inside
@@ -129,18 +135,18 @@ def load_x(
 
 @triton.jit
 def held_share(
-    codes,  # [N] pointers to the codes, scales and zeros of rows of the weight
-    scales,
-    zeros,
+    codes,  # [N], pointers to the codes of rows of the weight
+    scales,  # [N], pointers to the scales of these rows
+    zeros,  # [N], pointers to their zeros or minima
     live,  # [N]
-    first,  # the share's first byte in each row
-    SHARE: tl.constexpr,  # bytes per row, a multiple of the tile
+    first,  # where the program's share of each row begins, in bytes
+    SHARE: tl.constexpr,  # bytes in a share, a multiple of the bytes in a row of a tile
     ROW: tl.constexpr,
     FORM: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Load a program's whole share of the weight into registers. Return the codes of each tile, and
-    the `tile_groups` of each tile."""
+    """Load a program's whole share of the weight into registers. Return two tuples with an element
+    for each tile: its codes, and the scales and zeros that `tile_groups` returns for it."""
     SLICES: tl.constexpr = TILES.slices
     TILE: tl.constexpr = TILES.block_k // FORM.per_code
     WIDTH: tl.constexpr = TILE // SLICES
@@ -156,10 +162,12 @@ def held_share(
 
 @triton.jit
 def pinned(tile):
-    """Return the tile unchanged, from code that the compiler cannot move before earlier loads.
+    """Return the tile unchanged, through inline assembly that the compiler cannot move before
+    earlier loads.
 
-    A matmul operand must be exchanged between threads. The compiler would put that exchange
-    directly after the operand's load, and each load would wait for the previous one.
+    Threads must exchange the values of a matmul's operand. The compiler would otherwise place this
+    exchange directly after the operand's load. It waits for the load, so the next load would start
+    only when the previous one has ended.
     """
     if INTERPRETED:
         return tile
@@ -178,9 +186,9 @@ def pinned(tile):
 def held_sums(
     x_rows,  # [M] pointers to rows of x
     row_live,  # [M]
-    held,  # results of `held_share`
-    held_up,  # read only with GATED
-    first,
+    held,  # the result of `held_share`
+    held_up,  # the same for the up features; read only with GATED
+    first,  # where the program's share of each row begins, in bytes
     sums,  # [N, M] or [SLICES, N, M] fp32
     sums_up,
     SHARE: tl.constexpr,
@@ -189,8 +197,8 @@ def held_sums(
     TILES: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Compute `stored_sums` for a weight that is already in registers. All of x is loaded at
-    once."""
+    """Compute the same as `stored_sums`, for a share of the weight that `held_share` has loaded
+    into registers. All of x that belongs to the share is loaded before the first matmul."""
     SLICES: tl.constexpr = TILES.slices
     TILE: tl.constexpr = TILES.block_k // FORM.per_code
     WIDTH: tl.constexpr = TILE // SLICES
@@ -200,7 +208,8 @@ def held_sums(
     for place in tl.static_range(0, SHARE, TILE):
         byte = in_slices(bytes_of(first + place, WIDTH, SLICES), WIDTH, SLICES)
         low = first_columns(first + place, first_low(FORM, TILES), FORM)
-        # Slices begin at multiples of 16. The compiler cannot see that for a shorter last block.
+        # Slices begin at multiples of 16. Tell the compiler, since it cannot derive this for the
+        # high codes of an incomplete last block.
         high = tl.multiple_of(high_columns(low, FORM), 16)
         inside = along_depth(byte < ROW, SLICES)
         x_tiles += (load_x(x_rows, row_live, inside, low, high, FORM, TILES),)
@@ -217,27 +226,27 @@ def held_sums(
 def stored_sums(
     x_rows,  # [M] pointers to rows of x
     row_live,  # [M]
-    codes,  # [N] pointers to the codes, scales and zeros of rows of the weight
-    scales,
-    zeros,
-    codes_up,  # pointers for the rows of up, read only with GATED
+    codes,  # [N], pointers to the codes of rows of the weight
+    scales,  # [N], pointers to the scales of these rows
+    zeros,  # [N], pointers to their zeros or minima
+    codes_up,  # the same three for the up features; read only with GATED
     scales_up,
     zeros_up,
     live,  # [N]
     first,  # the first byte to read in each row of the weight
-    stop,
+    stop,  # the end of the bytes to read
     sums,  # [N, M] or [SLICES, N, M] fp32
     sums_up,
     K: tl.constexpr,
     FORM: tl.constexpr,
     TILES: tl.constexpr,
     GATED: tl.constexpr,
-    SPLITS: tl.constexpr,  # programs that divide a sum
+    SPLITS: tl.constexpr,  # how many programs share the columns of a row
 ):
-    """Multiply x by bytes `first` to `stop` of the weight's rows, add the results to `sums` and
-    `sums_up`, and return both.
+    """Multiply x by the codes in bytes `first` to `stop` of the weight's rows. Add the products to
+    `sums`, and with GATED those of the up features to `sums_up`. Return both.
 
-    Scales of whole rows are not applied: see `row_scaled`.
+    If whole rows share a scale, it is not applied here: see `row_scaled`.
     """
     SLICES: tl.constexpr = TILES.slices
     ROW: tl.constexpr = K // FORM.per_code
@@ -250,7 +259,8 @@ def stored_sums(
     if GATED:
         groups_up = tile_groups(scales_up, zeros_up, first, begin_low, live, FORM, SLICES)
     for start in range(first, stop, TILE):
-        # Load scales one tile ahead: the compiler's pipeline only prefetches operands of matmuls.
+        # Load scales one tile ahead. The compiler's pipelining would not prefetch them, since it
+        # prefetches only operands of matmuls.
         next_groups = tile_groups(scales, zeros, start + TILE, begin_low, live, FORM, SLICES)
         byte = in_slices(bytes_of(start, WIDTH, SLICES), WIDTH, SLICES)
         inside = along_depth(byte < ROW, SLICES)
