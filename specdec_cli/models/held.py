@@ -8,14 +8,20 @@ import torch
 from specdec_kernels.linear.stored import Storage, Stored, plain_of
 from torch import Tensor, nn
 
-LARGE = 1 << 18  # moving a weight of at least this many values leaves much unused memory
+# Unused memory is returned after moving a weight of at least this many values. Smaller weights
+# leave too little to be worth the time.
+LARGE = 1 << 18
 
 
 class StoredParameter(nn.Parameter):
     """A parameter that keeps the checkpoint's quantised form. It has the shape and dtype that a
-    module needs, but no plain values. stored_as: the form. value: the stored weight; None on meta.
+    module needs, but its own values are NaN; the weight is in `value`.
+
+    stored_as: the quantised form.
+    value: the stored weight; None on meta.
     is_transposed: whether the module and the stored weight have their last two dimensions in
-    opposite order."""
+    opposite order.
+    """
 
     stored_as: Storage
     value: Stored | None
@@ -81,9 +87,9 @@ def lendable(model: Any) -> dict[str, Any]:
 
 
 def borrowed_weights(draft: Any, target: Any, share: tuple[str, ...]) -> dict[str, nn.Parameter]:
-    """Return the target's weights that a draft uses, by their names in the draft module. share:
-    names of `lendable`. The modules themselves are not shared, because in some families they scale
-    their outputs."""
+    """Return the target's weights that a draft uses, by their names in the draft module. share: the
+    modules whose weights to borrow, by their names in `lendable`. The modules themselves are not
+    shared, because in some families they scale their outputs."""
     names = {id(module): name for name, module in draft.named_modules()}
     ours, theirs = lendable(draft), lendable(target)
     return {f"{names[id(ours[what])]}.weight": theirs[what].weight for what in share}

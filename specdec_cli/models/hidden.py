@@ -34,8 +34,8 @@ def check_hidden_layers(module: Any, layers: tuple[int, ...]) -> None:
 
 
 class HiddenStates:
-    """Records hidden states while `module` runs, by hooks. Make this object before a pass is
-    compiled, because compiled passes use only the hooks that were there then."""
+    """Records hidden states with hooks while `module` runs. Make this object before a pass is
+    compiled, because compiled passes ignore hooks that are registered later."""
 
     def __init__(self, module: Any, layers: tuple[int, ...]) -> None:
         decoder, stack = _decoder_of(module)
@@ -57,8 +57,7 @@ class HiddenStates:
         return taken[0]
 
     def forget(self) -> None:
-        """Drop the states of a pass that failed, because the next compiled pass expects that there
-        are none."""
+        """Drop the states of a failed pass. The next compiled pass expects to start with none."""
         self._states.clear()
 
     def remove(self) -> None:
@@ -81,6 +80,6 @@ def _decoder_of(module: Any) -> tuple[nn.Module, nn.ModuleList]:
 def _keep(
     states: dict[int, Tensor], layer: int, _: Any, args: tuple[Any, ...], output: Any = None
 ) -> None:
-    """Store a hidden state: the input of a layer, as a hook before it, or the last hidden state, as
-    a hook after the decoder."""
+    """Store a hidden state. A hook before a layer stores the layer's input. A hook after the
+    decoder, which also gets `output`, stores the last hidden state."""
     states[layer] = args[0] if output is None else output.last_hidden_state

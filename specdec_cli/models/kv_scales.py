@@ -92,8 +92,8 @@ def _of_heads(
     found, size = stored.float().flatten(), parallel.size
     if not (count := len(found)) or not bool(((found > 0) & found.isfinite()).all()):
         raise SetupError(f"{told} has a value that is not a scale: {stored.tolist()}", _WITHOUT)
-    # A rank caches its part of the heads, or one head that several ranks share. In some families,
-    # each rank caches all heads.
+    # A rank caches its share of the heads or, if there are more ranks than heads, one head that
+    # several ranks share. In some families each rank caches all heads, so `count` equals `heads`.
     if count in (1, heads):
         return found.expand(heads)
     if count != heads * size and (heads != 1 or size % count):

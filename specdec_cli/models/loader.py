@@ -57,9 +57,12 @@ class Names(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfilled:
-    """A model on meta, with all that is needed to load its weights. draft_tensors: a pattern for
-    the names of tensors in the model's files that its draft reads. names: translates names if the
-    file also holds another model; otherwise None."""
+    """A model on meta, with all that is needed to load its weights.
+
+    draft_tensors: matches the names of tensors in the model's files that only its draft reads; None
+    if there are none.
+    names: translates tensor names if the files also hold another model; otherwise None.
+    """
 
     spec: ModelSpec
     place: Path
@@ -75,9 +78,10 @@ def load(
     device: torch.device,
     borrowed: dict[str, torch.nn.Parameter] | None = None,
 ) -> Any:
-    """Load the weights on `device`, into a copy of the described module, and return the copy. The
-    description stays on meta and can be loaded again, because fused layers and heads change the
-    module that they are made from.
+    """Load the weights on `device`, into a copy of the described module, and return the copy.
+
+    A copy is needed because fused layers and heads later change the module that they are made from.
+    The description itself stays on meta, so it can be loaded again.
 
     borrowed: parameters of another model, by name, that replace the module's own. A tied parameter
     is replaced only under the given names. Raises a `SetupError` that names the file or tensor if
@@ -97,8 +101,8 @@ def load(
 
 @contextmanager
 def open_tensors(description: Unfilled) -> Iterator[dict[str, Read]]:
-    """Open a model's files and yield readers of all their tensors as plain ones, by name. Raises
-    `SetupError` for GGUF and for damaged files."""
+    """Open a model's files and yield a reader for each tensor, by name. The readers dequantise
+    quantised tensors. Raises `SetupError` for GGUF and for damaged files."""
     spec, config = description.spec, description.module.config
     if is_gguf(description.place):
         raise SetupError(f"{spec.name} is a GGUF file, which holds no draft")
@@ -221,9 +225,10 @@ def _fill(
                 done[id(meta)] = filled
                 came = value.codes if isinstance(value, Stored) else value
                 if came is not None and came.data_ptr() != filled.data_ptr():
-                    # Without this, later weights would be allocated in fragments of the source's
-                    # buffers and keep these reserved. That takes 17 GiB with a 70B model on two
-                    # GPUs, and on a CPU three times the weights if they become fp8.
+                    # Without this, later weights would be allocated in gaps of the freed source
+                    # buffers and keep those buffers reserved. With a 70B model on two GPUs, this
+                    # would waste 17 GiB. On a CPU that quantises the weights to fp8, it would take
+                    # three times their size.
                     left_on = came.device
                     del value, came
                     if filled.numel() >= LARGE:
@@ -235,13 +240,13 @@ def _fill(
 def _placed(
     value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return a weight on `device` that nothing else uses: the value itself or a copy. If there is
-    no value, the weight is zero, because transformers' initialisation misses some tensors (in
-    apertus's activations)."""
+    """Return a weight on `device` whose memory nothing else uses: the value itself or a copy. If
+    there is no value, the weight is zero, because transformers' initialisation misses some tensors
+    (in apertus's activations)."""
     if value is None:
         return torch.zeros(shape, dtype=dtype, device=device)
     is_whole = value.untyped_storage().nbytes() == value.nbytes and value.is_contiguous()
-    # On the host, the value may be a memory-mapped file.
+    # Always copy a value on the host, because it may be a memory-mapped file.
     if value.is_cuda and is_whole and (value.device, value.dtype) == (device, dtype):
         assert value.shape == shape
         return value
@@ -306,8 +311,8 @@ def _checkpoint_source(
 
     def source(name: str, meta: torch.Tensor, part: Part | None) -> torch.Tensor | Stored:
         shape = list(meta.shape if part is None else part.shape)
-        # Read a weight that is quantised here as a whole, because its scales cover the columns of
-        # all ranks.
+        # A weight that is quantised while it is loaded is read whole, because its scales cover the
+        # columns of all ranks.
         is_whole = isinstance(meta, StoredParameter) and spec.weights == FP8
         try:
             value = found[name](None if is_whole else part)
@@ -319,7 +324,7 @@ def _checkpoint_source(
                 f"({reason_of(problem)})",
                 "its config and the weights do not belong together, or a file is missing",
             ) from None
-        # Without this check, codes would be copied as if they were weights.
+        # Without this check, quantised codes whose scales are unknown would be copied as weights.
         is_plain = isinstance(value, Stored) or (
             value.element_size() > 1 and value.is_floating_point()
         )
@@ -350,7 +355,8 @@ def _same(names: list[str], readers: dict[str, ReadWeight], spec: ModelSpec) -> 
     for name in names[1:]:
         again = readers[name](None)
         assert isinstance(again, torch.Tensor)
-        # torch does not compare float8 codes with plain values.
+        # torch cannot compare float8 codes with unquantised values, so such a pair counts as
+        # different.
         is_code = [tensor.element_size() == 1 for tensor in (first, again)]
         if is_code[0] != is_code[1] or not torch.equal(first, again):
             raise SetupError(
@@ -402,15 +408,16 @@ def _dummy_source(module: Any, device: torch.device) -> Source:
 
 
 def _restore_buffers(module: Any, device: torch.device) -> None:
-    """Give initial values to buffers, and to vectors that were not read. Random values have a fixed
-    seed."""
+    """Give initial values to buffers, and to parameters that were not filled, such as vectors of a
+    dummy model. Random values have a fixed seed."""
     for owner in module.modules():
         for name, buffer in list(owner._buffers.items()):
             if buffer is not None and buffer.is_meta:
                 owner._buffers[name] = torch.empty_like(buffer, device=device)
     touched = [device] if device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(touched):
-        # torch.manual_seed would also seed CUDA later and, for that, record the present stack.
+        # On a CPU, avoid torch.manual_seed. It would also schedule the seeding of CUDA for later,
+        # and record a stack trace for that.
         (torch.manual_seed if touched else torch.default_generator.manual_seed)(0)
         with initialization.guard_torch_init_functions():
             module.initialize_weights()

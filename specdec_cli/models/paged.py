@@ -37,12 +37,14 @@ class PassOutput(NamedTuple):
 class PagedModel:
     """Runs passes through `module`, keeping keys and values in `cache`.
 
-    vocab_size: the width of the logits. foreign_ids: whether passes may hold ids past the
-    vocabulary, as in a draft whose target has more padding ids. Such ids are replaced by the last
-    id of the vocabulary. fused: if given, runs all passes in place of `module`. compiled: if given,
-    runs padded passes. hidden_layers: the layers whose hidden states passes also return, counted as
-    in `models.hidden`. Set it before a pass is compiled or captured. Setting it raises `SetupError`
-    for layers that the model does not have.
+    vocab_size: the width of the logits.
+    foreign_ids: whether passes may contain token ids beyond the vocabulary, as in a draft whose
+    target has more padding ids. Such ids are replaced by the last id of the vocabulary.
+    fused: if given, runs all passes in place of `module`.
+    compiled: if given, runs padded passes.
+    hidden_layers: the layers whose hidden states passes also return, counted as in `models.hidden`.
+    Set it before a pass is compiled or captured. Setting it raises `SetupError` for layers that the
+    model does not have.
     """
 
     def __init__(
@@ -97,8 +99,8 @@ class PagedModel:
 
     @property
     def mixtures(self) -> FusedForward | None:
-        """The fused form, which counts the experts that it reads, if it has layers with experts;
-        otherwise None."""
+        """The fused form of a model with mixture-of-experts layers, which counts the experts that
+        passes read. None if the model has no such layers or no fused form."""
         return self.fused if self.fused is not None and self.fused.num_mixtures else None
 
     @property
@@ -112,8 +114,8 @@ class PagedModel:
     def forward(
         self, spans: list[Span], logits_per_span: list[int], *, with_hidden: bool = True
     ) -> PassOutput:
-        """Run a pass over `spans`. Returns logits [M, V] of the tokens that `core.batch.make_batch`
-        chooses, and hidden states of all tokens."""
+        """Run a pass over `spans`. Returns logits [M, V] of the last tokens of each span, as many
+        as `logits_per_span` says, and hidden states of all tokens if `with_hidden` is true."""
         found = make_batch(spans, logits_per_span, self.cache.block_size, self.device)
         return self._run(found, with_hidden=with_hidden)
 
@@ -128,8 +130,8 @@ class PagedModel:
         """Run a pass over `spans`. The results are valid until the next call.
 
         num_logits: M, the number of spans, counted from the first, whose last tokens get logits
-        [M, V]. draws: if given, a captured pass draws the M tokens itself and returns them instead
-        of logits. After other passes the caller draws.
+        [M, V]. draws: if given, a pass that runs in `PromptPasses` draws the M tokens itself and
+        returns them instead of logits. Other passes return logits, and the caller must draw.
         """
         if self._prompts is None or not self._prompts.fits(spans):
             rows = [1] * num_logits + [0] * (len(spans) - num_logits)
@@ -140,8 +142,8 @@ class PagedModel:
     def prompt_pass(
         self, batch: ForwardBatch, layers: tuple[int, ...], given: torch.Tensor | None = None
     ) -> Results:
-        """Run the pass of `prefill`. Returns the hidden states of `layers`, and logits if the batch
-        asks for any."""
+        """Run one prefill pass; a `Body` for `PromptPasses`. Returns the hidden states of `layers`,
+        and logits if the batch asks for any."""
         assert given is None
         logits, hidden = self._run(batch, with_hidden=bool(layers))
         return Results(logits if len(logits) else None, hidden)
@@ -150,8 +152,8 @@ class PagedModel:
     def forward_slots(
         self, what: Rectangle, state: BatchState, *, with_hidden: bool = True
     ) -> PassOutput:
-        """Run a padded pass over the tokens of every slot that `what` describes. Keys and values of
-        padding go to block 0.
+        """Run a padded pass over all slots. what: describes the tokens of each slot. Keys and
+        values of padding go to block 0.
 
         Returns logits [B, N, V], where N is `Rectangle.num_logits`, and hidden states
         [B, Q, L * H].
@@ -176,7 +178,7 @@ class PagedModel:
             return self._run(found, with_hidden=with_hidden)
         if len(found.token_ids):
             logits, hidden = self._run(found, with_hidden=with_hidden)
-        else:  # every slot is idle, for example in a round launched ahead
+        else:  # every slot is idle: rounds may start after all sequences have ended
             width_of_states = len(self.hidden_layers) * int(self.module.config.hidden_size)
             logits = torch.zeros(0, self.vocab_size, dtype=self.module.dtype)
             has_hidden = with_hidden and self.hidden_layers
@@ -194,8 +196,8 @@ class PagedModel:
         compiled: CompiledForward | None = None,
         with_hidden: bool = True,
     ) -> PassOutput:
-        """Run a pass. Returns logits [M, V] of the rows that `batch` names, and hidden states of
-        all rows."""
+        """Run a pass. Returns logits [M, V] of the rows in `batch.logit_rows`, and hidden states of
+        all rows if `with_hidden` is true."""
         token_ids = batch.token_ids
         if self.foreign_ids:
             token_ids = token_ids.clamp(max=self.vocab_size - 1)
@@ -205,8 +207,8 @@ class PagedModel:
         self._attention.batch = batch
         try:
             if compiled is not None:
-                # Compiled passes always return hidden states, because omitting them would need
-                # different code.
+                # Compiled passes always compute hidden states, because leaving them out would take
+                # a second compiled version.
                 rows = batch.logit_rows
                 logits, hidden = compiled(token_ids, batch.positions, rows, self._states)
                 return PassOutput(logits, hidden if with_hidden else None)

@@ -1,5 +1,5 @@
-"""Find the peak memory of a pass through a transformers model, from shapes alone. For fused layers
-the peak is computed; for other layers, a pass on the meta device measures it."""
+"""Calculate the peak memory of a pass through a transformers model, from shapes alone. For fused
+layers, formulas give the peak. Other layers run on the meta device, where the peak is measured."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -26,8 +26,13 @@ from specdec_cli.models.rotary_tables import num_turns
 
 
 class PassShapes(NamedTuple):
-    """A module on meta, with only the part that each of `ranks` ranks holds. shape: the cache shape
-    of a layer. num_features: the number of layers whose hidden states passes return."""
+    """A module on meta that contains only one rank's part of the weights, with the sizes that
+    determine the memory of its passes.
+
+    shape: the cache shape of a layer.
+    ranks: the number of ranks that share the model.
+    num_features: the number of layers whose hidden states passes return.
+    """
 
     module: Any
     shape: LayerShape
@@ -47,15 +52,16 @@ def peak_bytes(
     """Return the bytes of the tensors that are alive at the peak of a pass; see
     `models.draft.Draft.pass_bytes`."""
     itemsize = model.dtype.itemsize
-    # With several ranks, the parts of the logits are gathered and then joined, which takes copies.
+    # With several ranks, the ranks' parts of the logits are gathered and then joined. With the
+    # copies, count three times their size.
     logits = logit_rows * int(model.module.config.vocab_size) * (1 if model.ranks == 1 else 3)
     if is_compiled or not is_fusable(model.module):
         inside = max(_live_bytes(model, tokens), logits * itemsize)
         return model.hidden_bytes(tokens) + inside
     layer, plain = _fused_layer(model, tokens), _plain_numbers(model, tokens)
     if gathers:
-        # The allocator does not reuse attention's blocks for the MLP or the logits, so add up all
-        # of them.
+        # In prefill on CUDA, the allocator does not reuse attention's blocks for the MLP or the
+        # logits, so add up all of them.
         numbers = tokens * (layer.common + layer.gathered + layer.mlp) + plain + logits
     else:
         inside = max(layer.attention, layer.mlp)
@@ -82,8 +88,13 @@ def _stored_numbers(parameters: Iterable[Any]) -> int:
 
 
 class _LayerNumbers(NamedTuple):
-    """The number of values per token that a fused layer holds. common: all the time. attention:
-    during attention. gathered: during attention in prefill. mlp: during the MLP."""
+    """The number of values per token that a fused layer keeps in memory.
+
+    common: during the whole layer.
+    attention: during attention, in passes other than prefill.
+    gathered: during attention in prefill.
+    mlp: during the MLP.
+    """
 
     common: int
     attention: int
@@ -98,9 +109,9 @@ def _fused_layer(model: PassShapes, tokens: int) -> _LayerNumbers:
     mixed = int(layer.self_attn.q_proj.out_features)
     shape = model.shape
     qkv = mixed + shape.num_kv_heads * (shape.key_dim + shape.value_dim)
-    # With norms over all heads, query and key exist in addition to their joined form.
+    # With norms over all heads, query and key exist both as separate tensors and joined.
     normed = 2 * qkv if family.norms_all_heads else 0
-    # A post-norm's output exists in addition to the sum to which it is added.
+    # A post-norm's output takes memory beside the sum to which it is added.
     streams = hidden * (4 if family.has_post_norms else 3)
     return _LayerNumbers(
         common=2 * num_turns(model.module) * shape.key_dim + hidden,
@@ -122,7 +133,8 @@ def _mlp_numbers(model: PassShapes, tokens: int, streams: int, family: Family) -
         inner = int(mlp.gate_proj.out_features)
         found = max(found, hidden + 3 * inner, inner + streams)
     if model.ranks > 1:
-        streams += 2 * hidden  # a rank's partial sum over its experts, and a norm of it, exist too
+        # A rank also keeps its partial sum over the experts, and the norm of that sum.
+        streams += 2 * hidden
     for layer in filter(has_experts, layers):
         count, chosen, inner = ExpertSizes.of(layer, config, family)
         # For each expert that a token chooses: the input, both gate and up, the gated product, and
@@ -138,7 +150,8 @@ def _mlp_numbers(model: PassShapes, tokens: int, streams: int, family: Family) -
             rows = grouped_rows
         else:
             rows = sorted_rows
-        # The sum of the stream and the shared experts' output exists in addition to the stream.
+        # With shared experts, the sum of the stream and their output takes memory beside the stream
+        # itself.
         with_shared = 0 if dense_mlp(layer) is None else hidden
         found = max(found, streams + with_shared + rows)
     return found
@@ -146,8 +159,9 @@ def _mlp_numbers(model: PassShapes, tokens: int, streams: int, family: Family) -
 
 @torch.inference_mode()
 def _live_bytes(model: PassShapes, tokens: int) -> int:
-    """Measure the bytes at the peak of a pass through transformers' own layers, on the meta device.
-    If an operator does not run there, return an estimate from the widest weight."""
+    """Measure the peak memory of a pass through transformers' own layers, in bytes, by running it
+    on the meta device. If an operator does not run there, return an estimate from the widest
+    weight."""
     module: Any = model.module
     attach(module, Recorder())
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
@@ -157,6 +171,6 @@ def _live_bytes(model: PassShapes, tokens: int) -> int:
             module(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=none)
     except (RuntimeError, TypeError):  # an operator that the meta device lacks
         widest = max(int(weight.shape[-2]) for weight in module.parameters() if weight.dim() >= 2)
-        narrow = min(widest, 16 * int(module.config.hidden_size))  # without logits
+        narrow = min(widest, 16 * int(module.config.hidden_size))  # leave out the output matrix
         return int(tokens * 8 * narrow * model.dtype.itemsize)
     return int(live.peak)

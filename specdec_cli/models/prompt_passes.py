@@ -1,9 +1,9 @@
-"""Prefill passes, padded to one of a few widths, which CUDA captures as graphs.
+"""Prefill passes that are padded to one of a few widths and captured as CUDA graphs.
 
 The device runs a short pass faster than the host can queue its kernels. So the first pass of each
-width runs eagerly and is then captured, and later passes replay the graph. A pass reads its inputs
-from fixed addresses and leaves its results at fixed addresses, so graphs of several models can
-share memory. Legend: W width of a pass (its padded number of tokens), B maximum number of
+width runs eagerly and is then captured, and later passes replay the graph. The inputs and results
+of a pass are at fixed addresses outside the graphs' memory pool, so graphs of several models can
+share one pool. Legend: W width of a pass (its padded number of tokens), B maximum number of
 sequences.
 """
 
@@ -45,11 +45,16 @@ def width_busy_with(numbers: float) -> int:
 
 
 class Results(NamedTuple):
-    """The results of a pass; those that are not requested are None. logits: [M, V], for the last
-    tokens of the first M sequences. hidden: [T, F]. tokens: int64 [M], drawn from the logits, which
-    are then not returned. told: int64 [B], the tokens on the host, followed by values without
-    meaning; valid from the end of the pass to the end of the second pass after it. The results of a
-    `Body` include rows of padding."""
+    """The results of a pass; those that are not requested are None.
+
+    logits: [M, V], for the last tokens of the first M sequences.
+    hidden: [T, F].
+    tokens: int64 [M], drawn from the logits, which are then not returned.
+    told: int64 [B], the same tokens on the host; only its first M entries are meaningful. It is
+    valid from the end of this pass to the end of the second pass after it.
+
+    The results of a `Body` include rows of padding.
+    """
 
     logits: Tensor | None = None
     hidden: Tensor | None = None
@@ -57,9 +62,9 @@ class Results(NamedTuple):
     told: Tokens | None = None
 
 
-# Runs a pass over a batch. The second argument, `kind`, names the requested results. The third,
-# `given`, is further input of each token, [W, ...], or None. The host must not read any tensor
-# during the pass.
+# A function that runs a pass over a batch. Its second argument, `kind`, says which results are
+# requested. The third, `given`, is an additional input for each token, such as the target's
+# features, [W, ...]; None if there is none. The host must not read any tensor during the pass.
 Body = Callable[[ForwardBatch, Any, Tensor | None], Results]
 
 
@@ -103,9 +108,9 @@ class PromptGraphs:
     def capture(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
         """Capture `run` as a graph, or return None if nothing is to be captured. `run` must have
         run once before, so that its kernels are compiled."""
-        if not self._is_captured or is_ahead():  # without launches a graph would be empty
+        if not self._is_captured or is_ahead():  # compiling ahead launches nothing to capture
             return None
-        if self._stream is None:  # one stream for all graphs, since each has a workspace
+        if self._stream is None:  # shared, because each stream has its own workspace
             self._stream = torch.cuda.Stream(self.device)
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -157,8 +162,8 @@ class PromptPasses:
         self._given: Tensor | None = None
         self._kept: dict[tuple[object, ...], Tensor] = {}
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Results]] = {}
-        # Pad the number of rows with logits to that of some round, because its kernels are then
-        # already compiled.
+        # Pad the number of rows with logits to one of the batch sizes of rounds, because the
+        # kernels for those sizes are already compiled.
         counts = (0, *slot_counts(inputs.num_sequences))
         self._num_rows = [
             next(n for n in counts if n >= count) for count in range(inputs.num_sequences + 1)
@@ -182,7 +187,7 @@ class PromptPasses:
     ) -> Results:
         """Run a pass over `spans`. Its results are valid until the next pass.
 
-        kind: passed to the body, see `Body`. given: [T, ...], further input of each token. shift:
+        kind: passed on to the `Body`. given: [T, ...], an additional input for each token. shift:
         as in `PackedInputs.fill`. num_logits, draws: as in `PagedModel.prefill`.
         """
         count = sum(stop - start for _, start, stop in spans)
@@ -200,7 +205,7 @@ class PromptPasses:
             self.inputs.passed()
         else:
             logits, hidden, tokens, _ = self._first(key, draws)
-        if num_rows != num_logits:  # slicing takes the host 70 us after a wait
+        if num_rows != num_logits:  # avoid slicing, which takes 70 us after the host has waited
             logits, tokens = (None if t is None else t[:num_logits] for t in (logits, tokens))
         if width != count and hidden is not None:
             hidden = hidden[:count]
@@ -208,7 +213,8 @@ class PromptPasses:
 
     @torch.inference_mode()
     def _give(self, given: Tensor, count: int) -> None:
-        """Copy further input of the first `count` tokens to a fixed address."""
+        """Copy the additional input of the first `count` tokens to the fixed address that graphs
+        read."""
         if self._given is None:
             self._given = given.new_zeros(self.inputs.num_tokens, *given.shape[1:])
         self._given[:count].copy_(given)
@@ -231,7 +237,7 @@ class PromptPasses:
             return Results(logits, hidden, tokens)
 
         results = run()
-        if not is_ahead():  # a run that only compiles kernels is no pass
+        if not is_ahead():  # when compiling ahead, no pass was launched
             self.inputs.passed()
         if (captured := self._graphs.capture(run)) is not None:
             self._captured[key] = captured, results

@@ -1,4 +1,5 @@
-"""Read the matrices of quantised checkpoints, and bring each number type into one layout.
+"""Read the matrices of quantised checkpoints, and convert their codes to the same layout for each
+number type, whatever the format.
 
 Only this module knows the order of codes in each format. float8, int8 and mxfp4 store codes along a
 row. GPTQ packs codes along a column into words (https://github.com/AutoGPTQ/AutoGPTQ). AWQ packs
@@ -29,11 +30,12 @@ from specdec_cli.models.formats import (
 from specdec_cli.models.weights import Fields, Part, Read, same
 from specdec_cli.text import one_line
 
-# Endings of scales' names, and the ending that replaces each in the name of the scale's matrix.
+# Maps the ending of a scale's name to the ending of the name of the matrix that it belongs to.
 _SCALES = {".weight_scale_inv": ".weight", ".scale": ".weight", ".qscale_weight": ".weight"}
 _SCALES |= {".weight_scale": ".weight"}
-_SCALES |= {"_scale_inv": ""}  # for experts that the file stacks
-# The ending of each tensor's name, by the tensor's role in its matrix.
+_SCALES |= {"_scale_inv": ""}  # for experts that are stacked in one tensor
+# A quantised matrix is stored as several tensors. Maps what each contains, such as the codes or the
+# scales, to the ending of its name.
 _COMPRESSED = {"codes": ".weight_packed", "scales": ".weight_scale", "zeros": ".weight_zero_point"}
 _COMPRESSED |= {"shape": ".weight_shape", "order": ".weight_g_idx"}
 _PARTS = {
@@ -50,11 +52,12 @@ _OF_CACHES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of eight columns in a word
 _NO_POWER = 255  # this exponent of a scale means NaN
 
-Names = dict[str, str]  # the file's names of one matrix's tensors, by their roles in `_PARTS`
+# The file's names of one matrix's tensors, by what they contain: the keys are those of `_PARTS`.
+Names = dict[str, str]
 
 
 def scaled(names: Iterable[str]) -> dict[str, str]:
-    """Return the name of each scale in a checkpoint, with the name of its matrix."""
+    """Map the name of each scale in a checkpoint to the name of its matrix."""
     held, found = set(names), dict[str, str]()
     for name in held:
         ending = next((e for e in _SCALES if name.endswith(e)), None)
@@ -66,9 +69,9 @@ def scaled(names: Iterable[str]) -> dict[str, str]:
 def _matrices(
     names: Collection[str], scheme: Scheme, model: str
 ) -> dict[str, tuple[Matrices, Names]]:
-    """Return the quantised matrices of a file, by their names after dequantisation: the group of
-    the config to which each belongs, and the names of its tensors. Raises `SetupError` if the file
-    and the config contradict each other."""
+    """Find the quantised matrices of a file. Maps the name that each has after dequantisation to
+    the group of the config to which it belongs and the names of its tensors in the file. Raises
+    `SetupError` if the file and the config contradict each other."""
     found: dict[str, tuple[Matrices, Names]] = {}
     held = {matrix: (PLAIN, scales) for scales, matrix in scaled(names).items()}
     endings = {parts["codes"]: form for form, parts in _PARTS.items()}
@@ -119,10 +122,13 @@ def _check_rest(
 
 
 def fields_of(tensors: dict[str, Read], scheme: Scheme, model: str) -> Fields:
-    """Return readers of the codes, scales and zero points of quantised matrices, in the layout of
-    their number type, and readers of plain tensors. All are under the names that the matrices have
-    after dequantisation. The readers raise a `SetupError` that names the tensor if it does not
-    fit."""
+    """Return readers for all tensors of a checkpoint, by the names that the tensors have after
+    dequantisation.
+
+    A quantised matrix has readers for its codes, scales and zero points, which convert them to the
+    layout of their number type. Unquantised tensors are read as they are. The readers raise a
+    `SetupError` that names the tensor if it does not fit.
+    """
     found = _matrices(tensors.keys(), scheme, model)
     used = {part for _, own in found.values() for part in own.values()}
     fields = Fields({n: read for n, read in tensors.items() if n not in used}, {}, {}, {})
@@ -261,7 +267,9 @@ def _signed(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _shape(found: torch.Tensor, numbers: torch.Tensor, told: str) -> tuple[int, int]:
-    """Return the shape that the file states. The packed words may hold a few more columns."""
+    """Return the shape that the file states, after checking it. The unpacked `numbers` may have up
+    to 7 more columns, because packed words are padded. Raises `SetupError` for any other
+    difference."""
     is_whole = found.shape == (2,) and found.dtype in (torch.int32, torch.int64)
     rows, columns = found.tolist() if is_whole else (0, 0)
     if rows != len(numbers) or not 0 <= numbers.shape[1] - columns < 8:
@@ -273,8 +281,8 @@ def _shape(found: torch.Tensor, numbers: torch.Tensor, told: str) -> tuple[int, 
 
 
 def _check_order(own: Parts, group: Matrices, columns: int, told: str) -> None:
-    """Raise `SetupError` if the file permutes the columns of groups, but the config does not say
-    so."""
+    """Raise `SetupError` if the file assigns columns to groups in another order than from left to
+    right (g_idx), but the config does not say so."""
     wide = group.storage.group[1]
     if "order" not in own or group.ordered:
         return
@@ -350,8 +358,8 @@ def no_scales(name: str, names: Iterable[str]) -> str:
 
 
 def plain_names(names: Collection[str], settings: Settings, model: str) -> list[str]:
-    """Return the names of a quantised checkpoint's tensors after dequantisation. Raises as
-    `fields_of` does."""
+    """Return the names of a quantised checkpoint's tensors after dequantisation. Raises the same
+    errors as `fields_of`."""
     found = _matrices(names, scheme_of(settings, model), model)
     used = {part for _, own in found.values() for part in own.values()}
     return [*(name for name in names if name not in used), *found]
@@ -361,9 +369,10 @@ def dequantised(
     tensors: dict[str, Read], settings: Settings, dtype: torch.dtype, model: str
 ) -> dict[str, Read]:
     """Return readers that dequantise a checkpoint's tensors to `dtype`. This function and the
-    readers raise as `scheme_of` and `fields_of` do."""
+    readers raise the same errors as `scheme_of` and `fields_of`."""
     scheme = scheme_of(settings, model)
-    # gpt-oss multiplies by experts [experts, in, out], and its files have [experts, out, in].
+    # gpt-oss's module has experts [experts, in, out], but its files have [experts, out, in], so
+    # they must be transposed.
     is_turned = any(group.form == BLOCKS for group in scheme.groups)
     fields = fields_of(tensors, scheme, model)
     how = fields, dtype, model, is_turned

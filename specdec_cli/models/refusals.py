@@ -1,4 +1,5 @@
-"""Errors for models that cannot run in this engine. Imports nothing heavy."""
+"""Errors for models that cannot run in this engine. This module does not import torch or other
+large packages."""
 
 from specdec_cli.errors import ExitCode, SetupError
 

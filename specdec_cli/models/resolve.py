@@ -19,8 +19,8 @@ from specdec_cli.recipe.resolve import find_bundled
 from specdec_cli.text import one_line
 
 _CONFIG = "config.json"
-# Files to download from the hub. Weights for other engines are in subfolders or have "consolidated"
-# in their names.
+# Patterns of the files to download from the hub. `_FOR_OTHERS` are left out: weights for other
+# engines are in subfolders or have "consolidated" in their names.
 _DESCRIPTIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.py")
 _WEIGHTS = ("*.safetensors",)
 _PICKLES = ("*.bin",)
@@ -45,8 +45,8 @@ def model_place(
     weights: bool = True,
     allow_pickle: bool = False,
 ) -> Path:
-    """Return the folder of a model's config and, with `weights`, its weights; or the model's GGUF
-    file.
+    """Return where a model's files are: the folder that contains its config and, if `weights` is
+    true, its weights; or its GGUF file.
 
     A model on the hub is taken from the local cache, or downloaded. file: the name of one of
     several GGUF files. allow_pickle: whether to download pickled weights if there are no others.
@@ -90,7 +90,7 @@ def local_place(name: str, file: str | None = None) -> Path | None:
     try:
         path = Path(name).expanduser()
         is_folder, is_there = path.is_dir(), path.exists()
-    except (OSError, RuntimeError, ValueError) as problem:  # too long, or an unknown user's home
+    except (OSError, RuntimeError, ValueError) as problem:  # name too long, or unknown ~user
         why = getattr(problem, "strerror", None) or problem
         raise SetupError(f"no such model: {one_line(name)}: {why}", "is the path right?") from None
     if is_folder:
@@ -160,10 +160,12 @@ def _files_of(package: str) -> list[Path] | None:
     with suppress(PackageNotFoundError):
         found = Distribution.from_name(package)
         listed = [Path(str(found.locate_file(path))) for path in found.files or ()]
-    # Editable installations, for example, list no files.
+    # Some installations, such as editable ones, do not list their files, so search the package's
+    # folders.
     if not any(path.suffix == ".gguf" or path.name == "config.json" for path in listed or ()):
         module = package.replace("-", "_")
-        spec = find_spec(module) if module.isidentifier() else None  # no dot, so no import
+        # A dotted name is skipped, because `find_spec` would import its parent package.
+        spec = find_spec(module) if module.isidentifier() else None
         if spec is not None and spec.origin is not None:
             folders = spec.submodule_search_locations or ()
             inside = (p for folder in folders for p in Path(folder).rglob("*"))
@@ -283,7 +285,7 @@ def _from_hub(
         hint += _WITHOUT_HUB
         if find_bundled(name):
             hint = f"{name} is a bundled recipe, not a model: leave --target out; else {hint}"
-        elif "/" not in name:  # nearly all ids on the hub have one
+        elif "/" not in name:  # nearly all hub ids contain a slash
             methods = "`specdec methods` lists methods; one of a plug-in needs --plugin FILE.py"
             hint = f"{_guess(name)}bundled are {_bundled()}, and {methods}; else {hint}"
         raise SetupError(

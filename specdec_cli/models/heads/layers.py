@@ -1,5 +1,5 @@
-"""The decoder layers of a head, `layers.{i}.*` and `norm`: transformers' own, and their fused
-form."""
+"""The decoder layers of a head, `layers.{i}.*` and `norm`: made from transformers' classes, then
+converted to fused layers."""
 
 from collections.abc import Mapping
 from typing import Any

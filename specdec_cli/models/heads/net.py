@@ -1,7 +1,6 @@
 """The network of a draft head: the interface that `PagedHead` uses, and the common part of heads
 that consist of decoder layers. Legend: T packed rows, H width of the head, F width of the features,
-Vd ids that the head can propose.
-"""
+Vd number of token ids that the head can propose."""
 
 from typing import Any
 
@@ -19,9 +18,14 @@ from specdec_cli.models.split_products import SplitProducts
 
 
 class Head:
-    """The network of a draft head, with its weights. embedding: the head's own or the target's.
-    norm, eps: the weight [H] and the epsilon of the final norm. head: the output matrix. ids: see
-    `HeadWeights`. feeds_norm: whether the next step reads hidden states after the final norm."""
+    """The network of a draft head, with its weights.
+
+    ids: see `HeadWeights`.
+    embedding: the head's own or the target's.
+    norm, eps: the weight [H] and the epsilon of the final norm.
+    head: the output matrix.
+    feeds_norm: whether the next step reads hidden states after the final norm.
+    """
 
     config: HeadSizes
     ids: Tensor | None = None
@@ -78,10 +82,15 @@ class Head:
 
 
 class LayeredHead(Head):
-    """A head with its own decoder layers, holding this rank's part of the weights. fc: the
-    projection of the features. stack: the layers. max_len: the number of positions that passes may
-    use, which may exceed the config's context length. parallel: the ranks that share the head; they
-    must make it together. causal: see `ops.AttentionCall`.
+    """A head with its own decoder layers, holding this rank's part of the weights.
+
+    fc: the projection of the features.
+    stack: the layers.
+    max_len: the number of positions that passes may use, which may exceed the config's context
+    length.
+    parallel: the ranks that share the head. Each of them must construct it, because construction
+    sets up memory that the ranks share.
+    causal: see `ops.AttentionCall`.
     """
 
     def __init__(

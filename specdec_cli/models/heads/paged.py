@@ -29,11 +29,12 @@ from specdec_cli.models.prompt_passes import PromptGraphs, PromptPasses, Results
 class PagedHead:
     """Runs passes through `head`, keeping keys and values in `cache`.
 
-    carry: [num_blocks, H], the output of each sequence's last complete row. Its index is the block
-    that holds the key of that row, so it moves with the sequence through slots, graphs and
-    preemption, and costs one vector per block. It is empty if the head carries nothing.
+    carry: [num_blocks, H], the output of each sequence's last complete row; empty if the head
+    carries nothing. A sequence's entry is at the index of the cache block that holds the key of
+    that row. The entry therefore follows the sequence through slots, graphs and preemption. This
+    costs one vector per block.
     captured_width: the number of tokens in the largest prefill pass that is captured as a graph; 0
-    for none.
+    if none is captured.
     """
 
     def __init__(self, head: Head, cache: KVCache, captured_width: int = sys.maxsize) -> None:
@@ -73,8 +74,8 @@ class PagedHead:
 
     @torch.inference_mode()
     def forward(self, spans: list[Span], features: torch.Tensor) -> torch.Tensor:
-        """Run the head over `spans` and write their keys and values. Each sequence must contain the
-        tokens that its rows embed.
+        """Run the head over `spans` and write keys and values to the cache. The row of token t
+        embeds token t + `shift` (of the head's config), which its sequence must already contain.
 
         features: [T, F], the target's features of the tokens in `spans`. Returns hidden states
         [T, H].
@@ -96,7 +97,8 @@ class PagedHead:
     def prompt_pass(
         self, batch: ForwardBatch, kind: None, features: torch.Tensor | None
     ) -> Results:
-        """Run the pass of `prefill`. The token ids of the batch are those that the rows embed."""
+        """Run one prefill pass; a `Body` for `PromptPasses`. The token ids of the batch are those
+        that the rows embed."""
         assert features is not None
         self._written(batch, features)
         return Results()
@@ -106,7 +108,7 @@ class PagedHead:
         sequence is kept in `carry`."""
         hidden = self._run(batch, self.head.fuse(features)).hidden
         if self.head.config.carries:
-            # Rows without a sequence write to block 0, which is never read.
+            # Entries of the batch without a sequence write to block 0, which is never read.
             blocks = last_blocks(batch, self.cache.block_size)
             self.carry.index_copy_(0, blocks, hidden[last_rows(batch)])
         return hidden
@@ -115,15 +117,16 @@ class PagedHead:
     def forward_slots(
         self, what: Rectangle, state: BatchState, inputs: torch.Tensor, *, fused: bool
     ) -> ops.Normed:
-        """Run a padded pass over the rows of every slot that `what` describes. `what.token_ids` are
-        the tokens that the rows embed. inputs: features [B, Q, F], or with `fused` the head's input
-        [B, Q, H]. Keys and values of padding go to block 0. Returns B * Q rows, of which rows of
-        padding are meaningless.
+        """Run a padded pass over all slots.
+
+        what: describes the rows of each slot; its `token_ids` are the tokens that the rows embed.
+        inputs: features [B, Q, F], or, if `fused`, the head's input [B, Q, H]. Keys and values of
+        padding go to block 0. Returns B * Q rows; those of padding are meaningless.
         """
         batch, live = self._batch(what, state)
         rows = inputs.flatten(0, 1)
         if live is not None:
-            if not len(live.tokens):  # a round launched ahead may be empty
+            if not len(live.tokens):  # rounds may start after all sequences have ended
                 return self.head.normed(rows.new_zeros(len(rows), self.head.config.output_size))
             rows = rows[live.tokens]
         x = self._run(batch, rows if fused else self.head.fuse(rows))
@@ -131,15 +134,16 @@ class PagedHead:
 
     @torch.inference_mode()
     def carry_on(self, state: BatchState, hidden: torch.Tensor, place: torch.Tensor) -> None:
-        """Store the output of each slot's last complete row in `carry`. hidden: [B, Q, H], the
-        outputs of the rows from position length - shift on. place: int64 [B], the index of the row
-        to store; nothing is stored for an index below 0.
+        """Store the output of each slot's last complete row in `carry`.
+
+        hidden: [B, Q, H], the outputs of Q rows, the first at position length - shift. place: int64
+        [B], which of the Q rows to store for each slot; nothing is stored if it is below 0.
         """
         at = place.clamp(min=0)
         rows = hidden.gather(1, at[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]
         position = state.length - 1 - self._behind + at
         is_kept = state.active & (place >= 0) & (position >= 0)
-        # Values that are never read go to block 0.
+        # Slots with nothing to store write to block 0, which is never read.
         self.carry.index_copy_(0, self._block_at(state, position) * is_kept, rows)
 
     @torch.inference_mode()
@@ -167,7 +171,7 @@ class PagedHead:
 
 
 def _scattered(x: ops.Normed, places: torch.Tensor, count: int) -> ops.Normed:
-    """Put the rows of `x` at the indices `places` of `count` rows. The other rows are zero."""
+    """Return `count` rows: those of `x` at the indices `places`, and zeros elsewhere."""
     if len(places) == count:
         return x
     assert x.squares is None, "norms are complete on a CPU"

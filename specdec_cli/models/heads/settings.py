@@ -12,9 +12,10 @@ from specdec_cli.models.heads.layers import CONFIGS
 from specdec_cli.text import first_line, shown
 
 _ACTIVATIONS = {a: a for a in ("silu", "gelu_pytorch_tanh")} | {"swish": "silu"}
-# Rotary tables of other kinds depend on the longest position of a batch.
+# The supported kinds of rotary embedding. The tables of other kinds depend on the longest position
+# in a batch, so they cannot be computed once.
 _ROPES = ("default", "linear", "llama3", "yarn")
-_DEFAULT_ROPE_BASE = 10000.0  # for heads without rope_theta, with any target
+_DEFAULT_ROPE_BASE = 10000.0  # for a head without rope_theta; the target's base is not used
 
 
 @contextmanager
@@ -53,7 +54,7 @@ class HeadSettings:
 
     @property
     def quantisation(self) -> Settings | None:
-        """The settings of quantised matrices; None if all are plain."""
+        """The settings of the head's quantised matrices; None if it has none."""
         if not (found := self.raw.get("quantization_config")):
             return None
         if not isinstance(found, dict):
@@ -99,7 +100,8 @@ class HeadSettings:
         activation = body.get("hidden_act", "silu")
         if activation not in _ACTIVATIONS:
             raise self.bad("hidden_act", activation, "silu and gelu_pytorch_tanh are supported")
-        # transformers would refuse heads that do not divide the width.
+        # transformers refuses a hidden size that is not a multiple of the number of heads, so pass
+        # one that is, and set the real size below.
         found = CONFIGS[body["model_type"]](
             hidden_size=heads * head_dim,
             num_hidden_layers=self.count(body, "num_hidden_layers"),

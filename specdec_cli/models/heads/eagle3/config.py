@@ -1,7 +1,10 @@
-"""Read the settings of an EAGLE-3 head, from each form of config in which heads are published.
+"""Read the settings of an EAGLE-3 head from any of the config formats in which such heads are
+published.
 
-SafeAILab and SpecForge write a flat llama config, to which Model-Optimizer adds `eagle_config`.
-speculators has `transformer_layer_config`. DeepSpec adds `target_layer_ids` to the target's config.
+SafeAILab and SpecForge: a flat llama config.
+Model-Optimizer: a flat llama config with `eagle_config`.
+speculators: the layers' settings nested in `transformer_layer_config`.
+DeepSpec: the target's config with `target_layer_ids`.
 """
 
 import re
@@ -23,21 +26,26 @@ from specdec_cli.text import shown
 _DEFAULT_NUM_AUX = 3
 _AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 _MIDDLE = re.compile("^midlayer[.]")
-# Tensors that only training needs, and tables that can be computed from the config.
+# Tensors that a checkpoint may contain but that are not loaded: rotary tables, which the config
+# determines, and the verifier's weights, which only training needs.
 _HARMLESS = re.compile(r"(^|[.])rotary_emb[.]|^verifier_(norm|lm_head)[.]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config(HeadConfig):
-    """The settings of an EAGLE-3 head. `overridden` replaces some of them by a recipe's. aux_ids:
-    the ids of the target's layers in the config; None if it has none. ids_key: the config's key for
-    them. takes_embedding: whether to use the target's embedding instead of the head's own.
-    counting: whether an id means the input or the output of its layer. norm_before_residual:
-    whether the first residual is the normed hidden state. norm_before_fc: whether one norm is
-    applied to all features together. fc_norm: whether each layer's features have their own norm.
-    feeds_norm: whether the next step reads the hidden state after the final norm. ties_head:
-    whether the embedding is also the output matrix. is_wide: whether every layer reads the
-    embedding; otherwise only the first does."""
+    """The settings of an EAGLE-3 head. `overridden` replaces some of them with the recipe's.
+
+    aux_ids: the ids of the target's layers in the config; None if the config has none.
+    counting: whether such an id means the input or the output of its layer.
+    norm_before_residual: whether the first residual is the normed hidden state.
+    norm_before_fc: whether one norm is applied to all features together.
+    fc_norm: whether each layer's features have a norm of their own.
+    feeds_norm: whether the next step reads the hidden state after the final norm.
+    ties_head: whether the embedding is also the output matrix.
+    is_wide: whether every layer reads the embedding; if false, only the first one does.
+    ids_key: the config's key for the layer ids.
+    takes_embedding: whether to use the target's embedding instead of the head's own.
+    """
 
     noun: ClassVar[str] = "EAGLE-3 head"
 
@@ -67,9 +75,9 @@ class Eagle3Config(HeadConfig):
         return self.hidden_size * (2 if layer == 0 or self.is_wide else 1)
 
     def renamed(self, name: str) -> str | None:
-        """Return the name in `shapes` of a checkpoint's tensor, or None if the tensor is not
-        needed. The names in `shapes` are those of speculators and Model-Optimizer. SafeAILab and
-        SpecForge call the first layer `midlayer`."""
+        """Translate the name of a checkpoint's tensor to the name that `shapes` uses, which is that
+        of speculators and Model-Optimizer. SafeAILab and SpecForge call the first layer `midlayer`.
+        Returns None if the head does not need the tensor."""
         own = _MIDDLE.sub("layers.0.", name.removeprefix("model."))
         is_tied = own == HEAD and self.ties_head
         is_taken = own == EMBEDDING and self.takes_embedding
@@ -93,9 +101,13 @@ class Eagle3Config(HeadConfig):
         return found
 
     def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """Return the target's hidden states that the head reads, as transformers numbers them.
-        Raises `SetupError` for layers that do not exist, and for the last layer, whose output is
-        normed."""
+        """Return the indices of the target's hidden states that the head reads, numbered as in
+        transformers.
+
+        Raises `SetupError` if the indices are not in ascending order or a state does not exist. The
+        target's last hidden state is refused as well, because transformers returns it after the
+        final norm.
+        """
         n = num_target_layers
         found: tuple[int, ...] = (2, n // 2, n - 3)
         if self.aux_ids is not None:
@@ -115,9 +127,12 @@ class Eagle3Config(HeadConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PEagleConfig(Eagle3Config):
-    """The settings of a P-EAGLE head, which drafts all tokens of a round in one pass. mask_id: the
-    mask token, which rows embed whose token is not known yet; they read `mask_hidden` instead of
-    features. most_drafted: the maximum number of proposals in a round."""
+    """The settings of a P-EAGLE head, which drafts all tokens of a round in one pass.
+
+    mask_id: the mask token. It stands in for tokens that are not known yet. Its row reads
+    `mask_hidden` instead of the target's features.
+    most_drafted: the maximum number of proposals in a round.
+    """
 
     noun: ClassVar[str] = "P-EAGLE head"
     carries: ClassVar[bool] = False
@@ -136,14 +151,15 @@ class PEagleConfig(Eagle3Config):
 
     @property
     def sizes_held(self) -> dict[str, int]:
-        """`mask_hidden` is kept after `Head.fuse`, which makes H values of it."""
+        """The head keeps `mask_hidden` only as projected by `Head.fuse`, so it has H values."""
         return {"mask_hidden": self.hidden_size}
 
     def passes(self, k: int) -> Passes:
         return Passes(1, k + 1)
 
     def carried_bytes(self, itemsize: int) -> int:
-        """Return the bytes of the rows that may wait for a round's pass, and of their number."""
+        """Return the bytes that `WaitingHead` keeps for each block of the cache: W rows of H
+        values, and their number as an int64."""
         return (self.most_drafted + 1) * self.hidden_size * itemsize + 8
 
 
@@ -151,8 +167,9 @@ Config = TypeVar("Config", bound=Eagle3Config)
 
 
 def overridden(config: Config, keys: Eagle3Keys, num_target_layers: int) -> Config:
-    """Return the config with the target's layers that a recipe chooses instead. Raises a
-    `UsageError` that names the key if these do not fit."""
+    """Return the config with the target's layers, or the meaning of their ids, as the recipe sets
+    them; the config itself if the recipe sets neither. Raises a `UsageError` that names the
+    recipe's key if its value does not fit."""
     others = tuple(other for other in config.others if "counting" not in other.changes)
     ids, own = config.aux_ids, {"aux_ids": config.aux_ids, "counting": config.counting}
     named = "no layers" if ids is None else f"{shown(list(ids))} as {config.counting} of layers"
@@ -197,7 +214,8 @@ def read_head_config(name: str, folder: Path) -> Eagle3Config:
 
 
 def read_peagle_config(name: str, folder: Path) -> PEagleConfig:
-    """Read the settings of the P-EAGLE head in `folder`. Raises as `read_head_config` does."""
+    """Read the settings of the P-EAGLE head in `folder`. Raises the same errors as
+    `read_head_config`."""
     raw = config_file(name, folder)
     is_nested = first_seen(speculator("peagle", "eagle3"), raw) is not None
     others: Dialect = "model-optimizer" if raw.get("eagle_config") else "flat"
@@ -208,7 +226,8 @@ def read_peagle_config(name: str, folder: Path) -> PEagleConfig:
 def _read(
     kind: type[Config], dialect: Dialect, name: str, raw: dict[str, Any], **own: Any
 ) -> Config:
-    """Read a head's settings. kind: the class to return. own: further fields of that class."""
+    """Read a head's settings. kind: the class to return. own: values for the fields that only this
+    class has."""
     settings = HeadSettings(kind.noun, name, raw, raw)
     with reading(kind.noun, name):
         _refuse_other_kinds(settings)
@@ -251,7 +270,8 @@ def _body(settings: HeadSettings, dialect: Dialect) -> dict[str, Any]:
     raw = settings.raw
     body = settings.nested() if dialect == "speculators" else raw
     kind = body.get("model_type", "llama")
-    # SpecForge's configs for phi4 and QwQ name the target's type, but the class has llama layers.
+    # SpecForge's configs for phi4 and QwQ have the target's model type, although the layers of this
+    # class are llama's.
     classes = raw.get("architectures") or ()
     if kind not in CONFIGS and body is raw and "LlamaForCausalLMEagle3" in classes:
         kind = "llama"
@@ -263,8 +283,9 @@ def _body(settings: HeadSettings, dialect: Dialect) -> dict[str, Any]:
 def _aux_ids(
     settings: HeadSettings, dialect: Dialect
 ) -> tuple[str, tuple[int, ...] | None, Counting]:
-    """Return the config's key for layer ids, the ids, and their meaning: a layer's input, as in
-    vLLM and speculators, or its output, as in Model-Optimizer, SGLang and DeepSpec."""
+    """Return the config's key for the ids of the target's layers, the ids, and their meaning. The
+    ids are None if the config has none. An id means the input of its layer, as in vLLM and
+    speculators, or the output of its layer, as in Model-Optimizer, SGLang and DeepSpec."""
     counting: Counting = "inputs"
     raw = settings.raw
     key, ids = _AUX_IDS, raw.get(_AUX_IDS)
@@ -300,7 +321,7 @@ def _others(raw: dict[str, Any], dialect: Dialect, kind: type[Eagle3Config]) -> 
         told = f"eagle_config.{_AUX_IDS}: read as outputs of layers, as SGLang does"
         yield Other(told, {"counting": "inputs"})
     is_silent = dialect == "speculators" and "norm_before_residual" not in raw
-    if is_silent and kind is Eagle3Config:  # all tools take false for P-EAGLE
+    if is_silent and kind is Eagle3Config:  # every tool reads it as false for P-EAGLE
         told = "norm_before_residual: not given, read as false; vLLM takes true"
         yield Other(told, {"norm_before_residual": True})
     if dialect != "speculators" and raw.get("norm_output"):

@@ -1,10 +1,15 @@
-"""The forward pass of an EAGLE-3 head, in the kernels of fused layers.
+"""The forward pass of an EAGLE-3 head, with fused decoder layers (`models.fused_stack`).
 
 The first layer reads 2 * H values per row: the embedding of the next token and the hidden state,
-both normed. Further layers are plain, except in DeepSpec's heads. A P-EAGLE head does not run over
-accepted tokens at once. Their rows wait for the pass of the next round, which runs over them and
-the rows of mask tokens after them. Legend: T packed rows, B slots, W maximum number of waiting
-rows, H width of the head, F width of the features.
+both normed. Later layers read only the hidden state, except in DeepSpec's heads, where they read
+both.
+
+An EAGLE-3 head runs over tokens as soon as they are accepted. A P-EAGLE head does not: the rows of
+accepted tokens wait for the next round, which has a single pass, over these rows and the rows of
+mask tokens after them.
+
+Legend: T packed rows, B slots, W maximum number of waiting rows, H width of the head, F width of
+the features.
 """
 
 from typing import NamedTuple
@@ -25,8 +30,8 @@ from specdec_cli.models.heads.paged import PagedHead
 
 
 class Eagle3Head(LayeredHead):
-    """The network of an EAGLE-3 head. mask_hidden: [1, H], read by rows of mask tokens instead of
-    fused features; None if the head has no masks."""
+    """The network of an EAGLE-3 head. mask_hidden: [1, H], which the rows of mask tokens read
+    instead of fused features; None for a head without mask tokens."""
 
     config: Eagle3Config
 
@@ -66,8 +71,8 @@ class Eagle3Head(LayeredHead):
         embeds, cos, sin = self.embedded(token_ids, batch)
 
         def beside(index: int, x: ops.Normed) -> ops.Normed:
-            """Return the input of layer `index`: for a wide layer the embedding and the stream `x`,
-            both normed, and `x` alone for other layers."""
+            """Return the input of layer `index`. A layer with a hidden norm reads the embedding and
+            the hidden state `x`, both normed. Other layers read only `x`."""
             layer, norm = self.stack.layers[index], self.hidden_norms[index]
             if norm is None:
                 return x
@@ -84,19 +89,26 @@ class Eagle3Head(LayeredHead):
 
 
 class Waiting(NamedTuple):
-    """The rows of each slot that wait for the next pass. rows: [B, W, H], fused features of the
-    slot's last accepted tokens; the first `counts` of them are valid. counts: int64 [B], from 0 to
-    W."""
+    """The rows of accepted tokens that each slot's next pass will run over.
+
+    rows: [B, W, H], the fused features of the slot's last accepted tokens; the first `counts` rows
+    of a slot are valid.
+    counts: int64 [B], from 0 to W.
+    """
 
     rows: torch.Tensor
     counts: torch.Tensor
 
 
 class WaitingHead(PagedHead):
-    """A P-EAGLE head over a paged cache. It keeps `rows` [num_blocks, W, H] and `counts`, int64
-    [num_blocks], as in `Waiting`. A sequence's entry has the index of the cache block that holds
-    the key of its last row, so it moves with the sequence, as `PagedHead.carry` does. The last row
-    of a prompt waits too, because its output is still to be read."""
+    """A P-EAGLE head over a paged cache. It also stores the rows that wait for each sequence's next
+    pass: `rows` [num_blocks, W, H] and `counts`, int64 [num_blocks]; see `Waiting`.
+
+    A sequence's entry is at the index of the cache block that holds the key of its last row. The
+    entry therefore stays with the sequence's blocks, like `PagedHead.carry`. After prefill, the
+    last row of a prompt waits too. The head has already run over it, but its output, which gives
+    the first proposal, was not kept.
+    """
 
     def use(self, cache: KVCache) -> None:
         super().use(cache)
@@ -113,7 +125,7 @@ class WaitingHead(PagedHead):
 
     def _written(self, batch: ForwardBatch, features: torch.Tensor) -> torch.Tensor:
         fused = self.head.fuse(features)
-        # Rows without a sequence write to block 0, which is never read.
+        # Entries of the batch without a sequence write to block 0, which is never read.
         blocks = last_blocks(batch, self.cache.block_size)
         self.rows[:, 0].index_copy_(0, blocks, fused[last_rows(batch)])
         self.counts.index_fill_(0, blocks, 1)
@@ -121,9 +133,11 @@ class WaitingHead(PagedHead):
 
     @torch.inference_mode()
     def keep(self, state: BatchState, features: torch.Tensor, last: torch.Tensor) -> None:
-        """Store rows of each slot for the next pass. features: [B, Q, F], for the rows from
-        position length - 1 on. last: int64 [B], the index of a slot's last row to store; no row is
-        stored if it is below 0.
+        """Store the rows of each slot's accepted tokens for the next pass, with fused features.
+
+        features: [B, Q, F], the target's features from position length - 1 on. last: int64 [B], the
+        index of the last row to store for each slot. Rows 0 to `last` are stored; none if `last` is
+        below 0.
         """
         count, width = features.shape[:2]
         rows = features.flatten(0, 1)
@@ -135,17 +149,17 @@ class WaitingHead(PagedHead):
         else:
             fused = self.head.fuse(rows)
         position = state.length - 1 + last.clamp(min=0)
-        # Values that are never read go to block 0.
+        # Slots with nothing to store write to block 0, which is never read.
         blocks = self._block_at(state, position) * (state.active & (last >= 0))
         self.rows[:, :width].index_copy_(0, blocks, fused.view(count, width, -1))
         self.counts.index_copy_(0, blocks, last + 1)
 
     @torch.inference_mode()
     def waiting(self, state: BatchState, most: int) -> Waiting:
-        """Return the waiting rows of each slot, at most `most`. There are none before a text's
-        second token."""
+        """Return the waiting rows of each slot, at most `most` per slot. A sequence of fewer than
+        two tokens has none."""
         position = state.length - 2
         blocks = self._block_at(state, position)
-        # A slot without a sequence may have an entry from another run.
+        # A slot without a sequence may read an entry left by an earlier run, so clamp its count.
         counts = self.counts[blocks].clamp(0, most).masked_fill(position < 0, 0)
         return Waiting(self.rows[blocks, :most], counts)

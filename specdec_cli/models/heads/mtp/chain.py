@@ -1,7 +1,8 @@
-"""A chain of MTP modules, in which each module reads the hidden states of the previous one. Row t
-of module i embeds token t + 1 + i, so it is complete i tokens later than row t of the first module.
-All modules share one cache, and each has one layer in it. Legend: T rows, B slots, Q rows per slot,
-H width of the target.
+"""A chain of MTP modules, in which each module reads the hidden states of the previous one.
+
+Row t of module i embeds token t + 1 + i. It can therefore run only when i more tokens are known
+than row t of the first module needs. All modules share one cache, in which each has one layer.
+Legend: T rows, B slots, Q rows per slot, H width of the target.
 """
 
 import torch
@@ -39,13 +40,14 @@ class MtpChain:
 
     @torch.inference_mode()
     def prefill(self, spans: list[Span], features: torch.Tensor) -> None:
-        """Run all modules over the rows that the prompt tokens in `spans` complete. features:
-        [T, H], the target's hidden states of these tokens."""
+        """Run all modules over the prompt tokens in `spans`. Each module's spans start and end one
+        row earlier than those of the module before it, because each of its rows needs one more
+        token. features: [T, H], the target's hidden states of the tokens in `spans`."""
         for index, one in enumerate(self.heads):
             if not spans:
                 return
-            # The next module starts one row earlier, so it also reads this module's last row before
-            # the span.
+            # The next module's span starts one row earlier, so its first row reads this module's
+            # output for the row before the span, which the previous pass stored.
             before = self._carried_before(index, spans)
             hidden = one.forward(spans, features)
             states = self.fed(index, hidden).split([span.length for span in spans])
@@ -60,8 +62,8 @@ class MtpChain:
             spans, features = found, torch.cat(rows) if rows else features[:0]
 
     def _carried_before(self, index: int, spans: list[Span]) -> list[torch.Tensor]:
-        """Return, for each span, the output of module `index` for the row before the span, [1, H],
-        in the form in which the next module reads it."""
+        """Return, for each span, the output of module `index` for the row before the span,
+        converted to the input [1, H] of the next module."""
         one, size = self.heads[index], self.cache.block_size
         blocks = [s.seq.block_table[max(0, s.start - 1) // size] for s in spans]
         rows = one.carry[torch.tensor(blocks, device=one.device)]

@@ -21,12 +21,16 @@ PROJECTION, NORMS = "eh_proj.weight", ("enorm.weight", "hnorm.weight")
 
 
 class Form(NamedTuple):
-    """Translates a module's tensor names between the file and our module, as `loader.Names`. `{}`
-    in a name of the file stands for the module's `number`. layer: the prefix of its decoder layer's
-    names. outer: our names of all other tensors, by those in the file. layer_types,
-    mlp_layer_types: the types of the decoder layer if the target's config does not say; None for
-    the types of the target's last layer. reads_target: whether all modules of a chain read the
-    target's hidden states, instead of those of the previous module."""
+    """Translates a module's tensor names between the checkpoint and our module; implements
+    `loader.Names`. In the checkpoint's names, `{}` stands for the module's `number`.
+
+    layer: the prefix of the decoder layer's names in the checkpoint.
+    outer: maps the checkpoint's names of all other tensors to ours.
+    layer_types, mlp_layer_types: the types of the decoder layer if the target's config does not
+    give them for MTP modules; None to use the types of the target's last layer.
+    reads_target: whether all modules of a chain read the target's hidden states, instead of those
+    of the previous module.
+    """
 
     layer: str
     outer: dict[str, str]
@@ -109,11 +113,17 @@ EXTRACTED = Form(
 
 @dataclass(frozen=True, slots=True)
 class MtpConfig:
-    """The settings of one MTP module. count: the number of modules in the file. hidden_size: H.
-    vocab_size: V. form: the names of the first module's tensors. keys: the recipe's interpretation
-    of the checkpoint. index: the module's number in the chain; its row t embeds token t + 1 +
-    index. quantisation: the settings of quantised matrices, for a module in its own folder; None if
-    all are plain."""
+    """The settings of one MTP module.
+
+    count: the number of modules in the checkpoint.
+    hidden_size: H.
+    vocab_size: V.
+    form: translates the names of the first module's tensors.
+    keys: the recipe's interpretation of the checkpoint.
+    index: the module's number in the chain; its row t embeds token t + 1 + index.
+    quantisation: the settings of the quantised matrices of a module in its own folder; None if it
+    has none.
+    """
 
     carries: ClassVar[bool] = True
 
@@ -132,8 +142,8 @@ class MtpConfig:
 
     @property
     def reads_target(self) -> bool:
-        """True if the modules of a chain all read the target's hidden states, which each row then
-        keeps for the next module."""
+        """True if all modules of a chain read the target's hidden states. A module then outputs
+        these beside its own hidden states, to hand them on to the next module."""
         return self.form.reads_target and self.count > 1
 
     @property
@@ -161,7 +171,8 @@ def read_mtp_config(
     """Read the settings of the MTP modules in a target's own files.
 
     config: transformers' config of the target. names: the names of the tensors in its files; empty
-    if unknown. Raises a `SetupError` that names the key if the config promises no modules.
+    if unknown. Raises a `SetupError` that names the key if the config says that there are no
+    modules.
     """
     raw = config_file(name, place)
     key = next((key for key in _KEYS if raw.get(key) is not None), _KEYS[0])

@@ -45,8 +45,11 @@ _SHARED = ("embeddings", "lm_head")
 
 @dataclass(frozen=True, slots=True)
 class MtpDraft:
-    """The MTP modules of a target, without weights yet. bodies: the layer of each module, as a
-    model of one layer. num_layers: the number of layers of the target."""
+    """The MTP modules of a target, before their weights are loaded.
+
+    bodies: the layer of each module, described as a model of one layer.
+    num_layers: the number of layers of the target.
+    """
 
     spec: ModelSpec
     config: MtpConfig
@@ -89,7 +92,8 @@ class MtpDraft:
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The target's hidden state after its final norm."""
+        """The index of the only hidden state that the modules read: the target's last, which is
+        taken after the final norm."""
         return (self.num_layers,)
 
     has_confidence: ClassVar[bool] = False
@@ -133,8 +137,9 @@ class MtpDraft:
 
     @property
     def _numbers_again(self) -> int:
-        """The number of values per module that a CPU keeps in a second form. These are the values
-        of the projection and, if the layer is not fused, of the target's output matrix."""
+        """The number of values per module that a CPU stores a second time, in another layout. These
+        are the values of the projection and, if the layer is not fused, of the target's output
+        matrix."""
         projection, head = 2 * self.config.hidden_size**2, self.body.module.lm_head.weight.numel()
         found = projection if all(ops.forms_of(projection, self.dtype)) else 0
         if not is_fusable(self.body.module) and ops.forms_of(head, self.dtype).packed:
@@ -175,9 +180,12 @@ class MtpDraft:
         return inside + joined
 
     def readings(self) -> list[Reading]:
-        """Return vLLM's interpretations, where they differ. vLLM feeds back a different hidden
-        state only for glm4_moe. Of MiMo's modules it runs only the first, repeatedly; no setting of
-        a chain expresses that, so none is returned."""
+        """Return the config's other interpretations, where SGLang and vLLM differ.
+
+        They feed back different hidden states only for glm4_moe. Of MiMo's modules vLLM runs only
+        the first, repeatedly. No setting of a chain expresses that, so nothing is returned for
+        MiMo.
+        """
         if self.config.form.reads_target:
             return []
         choices = {"mtp_first_embedding": ("used", "zeroed"), "mtp_fed_back": ("normed", "raw")}
@@ -241,9 +249,11 @@ class MtpDraft:
 
 def describe_mtp(place: DraftPlace) -> MtpDraft:
     """Describe the MTP modules of a target: those in its own files, or one module in a folder of
-    its own. Raises a `SetupError` that names the key or the tensor if there are no modules or one
-    does not fit. Raises `UsageError` for settings that do not suit, such as another number of ranks
-    than the target's.
+    its own.
+
+    Raises a `SetupError` that names the key or the tensor if there are no modules or one does not
+    fit. Raises `UsageError` for recipe settings that these modules do not support, such as a number
+    of ranks that differs from the target's.
     """
     spec, target, speculation = place.spec, place.target, place.speculation
     settings, is_dummy = target.module.config, spec.load_format == "dummy"

@@ -23,9 +23,12 @@ from specdec_cli.models.split_products import SplitProducts
 
 
 class MtpHead(Head):
-    """The network of an MTP module. module: a model of one layer, with final norm, embedding and
-    output matrix. fused: its fused form; None if it has none. tensors: the projection and its
-    norms, whole on every rank."""
+    """The network of an MTP module.
+
+    module: a model of one layer, with final norm, embedding and output matrix.
+    fused: its fused form; None if it has none.
+    tensors: the projection and its norms, which are not split over ranks.
+    """
 
     config: MtpConfig
 
@@ -45,7 +48,7 @@ class MtpHead(Head):
         self.fused, self.decoder = fused, module.model
         for part in module.modules():
             if hasattr(part, "layer_idx"):
-                part.layer_idx = config.index  # its layer in the cache of all modules
+                part.layer_idx = config.index  # the modules share a cache, one layer each
         if fused is not None:
             (layer,) = fused.stack.layers
             fused.stack.layers[0] = replace(layer, index=config.index)
@@ -67,8 +70,8 @@ class MtpHead(Head):
         return super().storages | (self.fused.storages if self.fused is not None else {})
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Return the target's hidden states [T, H] in the module's dtype. The first pass reads them
-        unchanged."""
+        """Return the target's hidden states [T, H] in the module's dtype. Nothing else is needed,
+        because an MTP module reads only one hidden state per token."""
         return features.to(self.dtype)
 
     def __call__(
@@ -90,8 +93,9 @@ class MtpHead(Head):
         return stack.run(start, batch, cache)
 
     def normed(self, hidden: Tensor) -> ops.Normed:
-        """Apply the final norm to `hidden` [T, H]. If modules read the target's hidden states, it
-        is [T, 2H], and its second half is the target's hidden state."""
+        """Apply the final norm to `hidden` [T, H]. If all modules read the target's hidden states,
+        `hidden` is [T, 2H]; only its first half is normed, and the second half is the target's
+        hidden state."""
         own = hidden[:, : self.config.hidden_size].contiguous()
         return super().normed(own)._replace(hidden=hidden)
 
