@@ -477,16 +477,22 @@ def test_without_k_0_nothing_is_recommended() -> None:
     assert crossover({4.0: found}) == Crossover(below=4.0, above=None)
 
 
-def told(levels: tuple[int, ...], overloaded: tuple[int, ...] = ()) -> list[str]:
-    """What a report says about one rate, and about two rates with these points."""
+def reported(levels: tuple[int, ...], overloaded: tuple[int, ...] = ()) -> tuple[Any, Finding]:
+    """A run at one rate, and what a report finds in it."""
     times = {k: wave(float(level)) for k, level in zip((0, 2, 4), levels, strict=True)}
     points, samples = points_of(times, {}, overloaded=overloaded)
     best = {"4": best_at_rate(points, samples)}
     summary = SweepSummary.model_construct(best_by_request_rate=best, best_by_batch_size={})
     where = Path(), False, tuple(points), {"d": "a draft"}, summary
     run = ReportedRun(*where, False, {}, "", {}, True, ())
-    found = best_by_batch_size(run)
-    return [answer(run, found[0]), headline(run, found * 2), headline(run, [*found * 2, NO_RATE])]
+    return run, best_by_batch_size(run)[0]
+
+
+def told(levels: tuple[int, ...], overloaded: tuple[int, ...] = ()) -> list[str]:
+    """What a report says about one rate, about two, and about two and one without a result."""
+    run, found = reported(levels, overloaded)
+    lists = [found] * 2, [found, found, NO_RATE]
+    return [answer(run, found), *(headline(run, one) for one in lists)]
 
 
 NO_RATE = Finding(points_of({0: wave(100.0)}, {})[0][0], None)
@@ -500,6 +506,9 @@ def test_a_report_knows_what_is_overloaded() -> None:
     one, two, _ = told((100, 70, 50), overloaded=(0, 4))
     assert one == "Recommended at 4 requests/s: k = 2 with a draft."
     assert two == "Recommended at every request rate: k = 2 with a draft."
+    run, crowded = reported((100, 70, 50), overloaded=(0, 4))
+    _, calm = reported((100, 50, 50))
+    assert headline(run, [calm, crowded]) == two, "the speed-up at one rate is not that of all"
     (one, two, three) = told((100, 70, 50), overloaded=(2, 4))
     assert one.endswith("plain decoding is fastest. Every point with proposals is overloaded.")
     assert two == "No speculation: plain decoding is fastest at every request rate."
