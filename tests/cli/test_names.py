@@ -136,9 +136,23 @@ def test_a_dry_run_has_one_duration(
     assert chosen == planned and "40 prompts" not in shown.err
 
 
-def test_minutes_too_few_for_anything(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sweep-k", "--minutes", "0.1", "--k", "0-20", "--dry-run"]) == 2
-    assert "the smallest sweep of these points takes about" in capsys.readouterr().err
+@pytest.mark.parametrize("batch_size", [1, 24])
+def test_minutes_too_few_for_anything(
+    batch_size: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error has minutes that suffice for the smallest sweep, whose batches are full."""
+    speeds = duration.Speeds(bytes=2e9, operations=2e10)
+    monkeypatch.setattr(duration, "speeds_of", lambda *_: speeds)
+    asked = ["sweep-k", "--k", "0-20", "--batch-size", str(batch_size), "--dry-run", "--json"]
+    assert main([*asked, "--minutes", "0.1"]) == 2
+    told = capsys.readouterr().err
+    assert "--minutes 0.1: the smallest sweep of these points is " in told
+    (enough,) = re.findall(r"which asks for --minutes ([0-9.]+)", told)
+    assert main([*asked, "--minutes", enough]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["num_prompts"] == max(8, batch_size)
+    assert plan["recipe"]["sampling"]["max_new_tokens"] == 16
+    assert plan["seconds"] <= 60 * float(enough)
 
 
 def test_threads_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Chooses how many prompts, tokens and repeats of a sweep fit into a given time. Does not load
 weights."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -35,18 +36,19 @@ class Fit:
 def fitting(plan: SweepPlan, seconds: float) -> Fit:
     """Find the largest size of a sweep that should take at most `seconds`, with a margin for wrong
     estimates. Repeats are reduced first, since intervals depend on the number of prompts, not on
-    that of repeats. Then tokens are reduced to 64, prompts to 8, and tokens to 16. Raises
-    `UsageError` if even the smallest size takes longer."""
+    that of repeats. Then tokens are reduced to 64, prompts to 8 or to the largest batch size, and
+    tokens to 16. Raises `UsageError` if even the smallest size takes longer."""
     found = None
     for size in _sizes(plan):
         found = replace(size, seconds=_seconds(plan, size))
         if found.seconds <= _AIM * seconds:
             return found
     assert found is not None
+    needed = math.ceil(found.seconds / _AIM / 6) / 10
     raise UsageError(
-        f"--minutes {seconds / 60:g}: the smallest sweep of these points takes "
-        f"about {in_words(found.seconds)} ({found.text})",
-        "give more minutes, fewer k or drafts, or --predict-only",
+        f"--minutes {seconds / 60:g}: the smallest sweep of these points is {found.text}, which "
+        f"asks for --minutes {needed:g}, since estimates are often too low",
+        "give more minutes, fewer k, drafts or batch sizes, or --predict-only",
     )
 
 
@@ -54,15 +56,16 @@ def _sizes(plan: SweepPlan) -> Iterator[Fit]:
     recipe = plan.recipe
     prompts, repeats = plan.num_prompts, recipe.run.repeats
     tokens = recipe.sampling.max_new_tokens
+    fewest = max(_FEWEST_PROMPTS, *plan.settings.batch_sizes)  # fewer would fill no batch
     while repeats > 1:
         yield Fit(prompts, tokens, repeats)
         repeats -= 1
     while tokens > _USUAL_TOKENS:
         yield Fit(prompts, tokens, 1)
         tokens = max(_USUAL_TOKENS, tokens // 2)
-    while prompts > _FEWEST_PROMPTS:
+    while prompts > fewest:
         yield Fit(prompts, tokens, 1)
-        prompts = max(_FEWEST_PROMPTS, prompts * 9 // 10)
+        prompts = max(fewest, prompts * 9 // 10)
     while tokens > _FEWEST_TOKENS:
         yield Fit(prompts, tokens, 1)
         tokens = max(_FEWEST_TOKENS, tokens // 2)
