@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from specdec_cli.core.figures import Metrics, Record
+from specdec_cli.experiment.folders import conclusions, records
+from specdec_cli.experiment.generation import Output
+
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
@@ -45,3 +49,20 @@ def test_no_page_is_too_long_to_be_read(page: Path) -> None:
     most = LONGEST.get(page.name, 400) if page.parent in (ROOT, ROOT / "docs") else 400
     if page.name not in GENERATED:
         assert len(page.read_text(encoding="utf-8").splitlines()) <= most
+
+
+_RECORDS = (
+    *(conclusions.Best, conclusions.BestPair, conclusions.Comparison, conclusions.CheckResult),
+    *(conclusions.Decision, conclusions.MemoryCost, conclusions.Needed, conclusions.Tokens),
+    *(records.BreakEven, records.CategoryMetrics, records.PairFacts, records.Point),
+    *(records.Prediction, records.Sample, Metrics, Output),
+)
+
+
+@pytest.mark.parametrize("kind", _RECORDS, ids=lambda kind: kind.__name__)
+def test_every_field_of_a_document_is_described(kind: type[Record]) -> None:
+    """A key that no page describes is one that nobody can rely on."""
+    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"`([a-z0-9_]+)`", text))
+    told |= {f"{name}_ci" for name in told if f"`{name}` and `_ci`" in text}
+    assert set(kind.model_fields) - told == set()
