@@ -455,8 +455,17 @@ def test_chunks_are_rounds_only_where_their_numbers_agree() -> None:
     assert not chunks_tell([[5, 1]], 3, 2, 4), "two rounds in a chunk, and one in pieces"
 
 
-def test_an_interruption_ends_the_requests_under_way(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_interruption_ends_the_requests_under_way(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They would go on while connections close, and write a traceback."""
+    close = aiohttp.ClientSession.close
+
+    async def slowly(http: aiohttp.ClientSession) -> None:
+        await close(http)
+        await asyncio.sleep(0.05)
+
+    monkeypatch.setattr(aiohttp.ClientSession, "close", slowly)
 
     def interrupt() -> None:
         raise KeyboardInterrupt

@@ -422,7 +422,7 @@ def test_a_key_is_sent_and_written_nowhere(
         assert told.code == 5 and "OPENAI_API_KEY" in told.err
         monkeypatch.setenv("OPENAI_API_KEY", "secret-7\n")  # as a file has it
         swept(capsys, *urls(server), "-o", tmp_path)
-    ill = FakeServer(health=503, ill=f"{'no ' * 97}secret-7 is no key")
+    ill = FakeServer(health=503, ill=f"{'no ' * 98}secret-7 is no key")
     with running(ill):
         code, words = _told(capsys, *urls(ill), "--set", "engine.start_timeout_s=0.05")
         assert code == 5 and "HTTP 503: no no" in words and "secr" not in words

@@ -60,8 +60,8 @@ class Line:
         self._runner.close()
 
     async def _closed(self) -> None:
-        # Requests may still be running after an interruption. Cancel them so that their connections
-        # close and the server stops working on them.
+        # After an interruption, requests may still be running. They are cancelled first, because a
+        # request that meets a closed session ends with a traceback.
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
