@@ -27,8 +27,9 @@ from specdec_cli.text import one_line
 def blamed(who: str, doing: str, about_none: str = "") -> Iterator[None]:
     """Turn errors of a plugin, but not specdec's own errors, into a one-line `UsageError`.
 
-    who: the plugin's name in the message. doing: the method that it was running. about_none: a hint
-    for an error about None.
+    who: the plugin's name in the message.
+    doing: the method that the plugin was running.
+    about_none: a hint that is added if the error says that something is None; empty for no hint.
     """
     try:
         yield
@@ -53,7 +54,7 @@ class WatchedOptions(dict[str, Any]):
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Like `dict.get`."""
+        """Do the same as `dict.get`, and record that the key was read."""
         self.asked.add(key)
         return super().get(key, default)
 
@@ -91,9 +92,11 @@ def _word(dtype: torch.dtype) -> str:
 
 
 class PluggedMethod:
-    """A proposer that wraps an object of a plugin's class `made`, which must define `propose`.
-    Members that `made` lacks come from `methods.base.Proposer`; the plugin need not inherit from
-    it."""
+    """A proposer that wraps an object of the plugin's class `made`.
+
+    `made` must define `propose`. It need not inherit from `methods.base.Proposer`: the members that
+    it lacks are taken from there.
+    """
 
     def __init__(self, name: str, made: type[Any], parts: MethodParts) -> None:
         self.who = f"method {name}"
@@ -105,7 +108,8 @@ class PluggedMethod:
             self.feature_layers = tuple(self.inner.feature_layers)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the plugin's own attribute of this name. Errors in its methods name the plugin."""
+        """Return the plugin's own attribute of this name. Methods are wrapped, so that the messages
+        of their errors name the plugin."""
         found = getattr(self.inner, name)
         if not callable(found):
             return found
@@ -129,7 +133,8 @@ class PluggedMethod:
         place = torch.arange(draft.k, device=found.lens.device)
         lens = torch.minimum(found.lens.clamp(min=0), draft.caps)
         ids = found.token_ids
-        # -1 is a draw from logits that are not finite, which verification reports.
+        # The id -1 is allowed. It marks a token drawn from logits that are not finite, and
+        # verification reports it.
         invalid = ((ids < -1) | (ids >= self.vocab_size)) & (place < lens[:, None])
         if self._num_invalid is None or self._num_invalid.device != ids.device:
             self._num_invalid = torch.zeros(2, dtype=torch.int64, device=ids.device)

@@ -1,10 +1,11 @@
 """A user's own methods, acceptance rules and length policies, in a file that `--plugin` runs.
 
-A decorator registers a class under a name that recipes can use:
+A decorator registers a class under a name that recipes can use. The class is called with one
+argument:
 
-    @method("echo")     # made of `methods.base.MethodParts`
-    @rule("lenient")    # made of the recipe's `speculation`
-    @policy("sawtooth") # made of the recipe's `speculation` too
+    @method("echo")     # called with a `methods.base.MethodParts`
+    @rule("lenient")    # called with the recipe's `speculation`
+    @policy("sawtooth") # called with the recipe's `speculation`
 
 `docs/methods.md` builds an example of each kind. Only the command line may name a plugin, never a
 recipe, since a plugin runs code.
@@ -32,11 +33,13 @@ LOADED: dict[Path, str] = {}  # each plugin file's SHA-256, for the record of th
 
 
 def method(name: str, *, weights_from: WeightsFrom = "none") -> Callable[[Made], Made]:
-    """Register a proposer.
+    """Return a decorator that registers a class as a method of proposing tokens.
 
-    weights_from: `draft` loads the recipe's draft; `target` means tensors in the target's own
-    files, which the class's `describe` finds. A class with `describe` makes its own kind of draft
-    from a `models.description.DraftPlace`. Raises ValueError for `target` without `describe`.
+    weights_from: where the method's weights are. `none`: it has no weights. `draft`: in the draft
+    that the recipe names. `target`: in the target's own files; the class then needs `describe`.
+
+    A class may define `describe`, which makes its own kind of draft from a
+    `models.description.DraftPlace`. The decorator raises ValueError for `target` if it is missing.
     """
 
     def register(made: Made) -> Made:

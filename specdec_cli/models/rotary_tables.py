@@ -1,8 +1,9 @@
-"""Rotary embeddings of fused passes: tables of cosines and sines by position.
+"""Makes the tables of cosines and sines, by position, with which kernels apply rotary embeddings.
 
-Some families rotate only the first features of a head, but kernels rotate the pairs (i, i + D / 2)
-of all D. So the features of queries and keys are reordered. Each pair of the kernels is then a pair
-that the family rotates, or two features that it does not rotate, with an angle of zero.
+The kernels rotate every pair (i, i + D / 2) of a head's D features, but some families rotate only
+the first features. For these, the features of queries and keys are reordered. Each pair in the
+kernels is then either a pair that the family rotates, or two features that it leaves alone. The
+latter are rotated by an angle of zero.
 """
 
 from typing import Any
@@ -13,12 +14,16 @@ from torch import Tensor
 from specdec_cli.models.fused_layer import fusable_family
 from specdec_cli.models.held import StoredParameter
 
-_CHUNK = 1 << 16  # positions
+_CHUNK = 1 << 16  # positions for which tables are computed at once
 
 
 def turns_of(module: Any, max_len: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Return the cosines and the sines of a loaded model, each [max_len, R * D] with its R
-    different embeddings side by side, and the index of each layer's embedding."""
+    """Return the cosines, the sines and each layer's embedding for a loaded model.
+
+    The model has R different rotary embeddings. The cosines and the sines are each
+    [max_len, R * D], with the tables of these embeddings side by side. The list has, for each
+    layer, the index (below R) of the embedding that it uses.
+    """
     rotary = module.model.rotary_emb
     kinds = _kinds(module)
     distinct = sorted(set(kinds), key=str)
@@ -39,13 +44,14 @@ def turned_features(module: Any) -> int:
 
 
 def num_turns(module: Any) -> int:
-    """Return the number of different rotary embeddings of a fusable model, which may be on meta."""
+    """Return how many different rotary embeddings a fusable model has. It may be on the meta
+    device."""
     return len(set(_kinds(module)))
 
 
 def _kinds(module: Any) -> list[str | None]:
-    """Return the type of each layer if types have their own rotary embeddings; else None for each
-    layer."""
+    """Return the type of each layer if the family has one rotary embedding per type of layer. If
+    all layers share an embedding, return None for each layer."""
     count = len(module.model.layers)
     by_type = fusable_family(module).turns_by_type
     return list(module.config.layer_types[:count]) if by_type else [None] * count
@@ -54,8 +60,12 @@ def _kinds(module: Any) -> list[str | None]:
 def table_of(
     rotary: Any, kind: tuple[str, ...], dtype: torch.dtype, device: torch.device, max_len: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of a transformers rotary module, each [max_len, D]. kind: the
-    type of the layers, as a tuple of one; empty if the module does not take types."""
+    """Return the cosines and sines that a transformers rotary module computes for positions
+    0..max_len - 1, each [max_len, D].
+
+    kind: the module's arguments after the positions: the type of the layers, or nothing if the
+    module has only one embedding.
+    """
     like = torch.empty(0, dtype=dtype, device=device)
     with torch.inference_mode():
         parts = [
@@ -70,9 +80,11 @@ def table_of(
 
 
 def turn_whole_heads(module: Any, turned: int) -> None:
-    """Reorder the queries and keys of a loaded model, so that its rotary embedding rotates whole
-    heads. The results do not change, but cached keys have the new order. turned: the number of
-    features that rotate.
+    """Reorder the features of queries and keys of a loaded model that rotates only the first
+    `turned` features of a head, and widen its tables of cosines and sines to whole heads.
+
+    Queries and keys are reordered in the same way, so the results of attention do not change.
+    Cached keys have the new order.
     """
     head_dim = int(module.model.layers[0].self_attn.head_dim)
     if turned == head_dim:
@@ -100,15 +112,16 @@ def turn_whole_heads(module: Any, turned: int) -> None:
 
 
 def order_of(head_dim: int, turned: int) -> Tensor:
-    """Return the previous index of each feature of a reordered head, int64 [D]."""
+    """Return the index that each feature of a reordered head had before, int64 [D]. turned: the
+    number of features per head that the family rotates."""
     first, second = torch.arange(turned).chunk(2)
     passed, more_passed = torch.arange(turned, head_dim).chunk(2)
     return torch.cat((first, passed, second, more_passed))
 
 
 def _widened(table: Tensor, missing: int, value: float) -> Tensor:
-    """Widen cosines or sines [..., turned], whose halves are equal, to [..., D]. Each half gets
-    `missing` times `value` at its end."""
+    """Widen cosines or sines from [..., turned] to [..., D]. The table's two halves are equal;
+    append `missing` columns with `value` to each of them."""
     half = table.chunk(2, dim=-1)[0]
     half = torch.cat((half, half.new_full((*half.shape[:-1], missing), value)), dim=-1)
     return torch.cat((half, half), dim=-1)

@@ -1,11 +1,11 @@
-"""A model as a recipe names it, before any of its files is read."""
+"""The settings of a model in a recipe. No file of the model has been read yet."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model and the settings to load it with. role: target or draft, for messages."""
+    """A model and the settings to load it with. role: `target` or `draft`; messages show it."""
 
     role: str
     name: str
@@ -14,6 +14,6 @@ class ModelSpec:
     load_format: str  # auto | dummy
     trust_remote_code: bool = False
     allow_pickle: bool = False
-    file: str | None = None  # name of one of several GGUF files
+    file: str | None = None  # the GGUF file to load if there are several
     weights: str = "auto"  # auto | stored | dequantise | fp8
-    cache: str = "auto"  # auto | fp8, for keys and values
+    cache: str = "auto"  # the type of cached keys and values: auto | fp8

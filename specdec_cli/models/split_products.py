@@ -11,14 +11,18 @@ from torch import Tensor
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.peers import Shared, shared_memory
 
-_OF_MLP = 1  # the index in shared memory of the sums at the end of a layer
+_OF_MLP = 1  # the index of the buffer in shared memory for outputs of MLPs
 
 
 @dataclass(frozen=True, slots=True)
 class SplitProducts:
-    """The matmuls of one model, whose weights are split over ranks. vocab_size: the number of ids
-    in the whole vocabulary. shared: memory that the ranks share; None if they share none. nothing:
-    zeros [1, N], N the width of the residual stream."""
+    """The matmuls of one model, whose weights are split over ranks.
+
+    vocab_size: the number of ids in the whole vocabulary.
+    shared: memory through which the ranks exchange results; None if there is no such memory.
+    nothing: zeros [1, N], where N is the width of the residual stream. Experts add their output to
+        these zeros where it must not be added to the residual stream itself.
+    """
 
     parallel: TensorParallel
     vocab_size: int
@@ -47,11 +51,13 @@ class SplitProducts:
         norm_weight: Tensor,
         eps: float,
     ) -> Normed:
-        """Run `ops.linear_add_norm` for a matmul that is split by input features.
+        """Do the work of `ops.linear_add_norm` for a matmul that is split by input features: sum
+        the results of all ranks, add the sum to the residual stream, and norm it.
 
-        place: 0 for the output of attention, 1 for the output of the MLP. bias: given on at most
-        one rank. post_norm: the weight of a norm that is applied before the result is added; None
-        without one.
+        place: 0 for the output of attention, 1 for the output of the MLP.
+        bias: given on at most one rank, since the sum over ranks must include it only once.
+        post_norm: the weight of a norm that is applied to the sum before it is added to the
+            residual stream; None without such a norm.
         """
         if self.parallel.size == 1 and post_norm is None:
             return ops.linear_add_norm(x, weight, residual, norm_weight, eps, bias)
@@ -69,16 +75,20 @@ class SplitProducts:
         norm_weight: Tensor,
         eps: float,
     ) -> Normed:
-        """Run `ops.mixture_add_norm` for experts that are split by inner features, and add the
-        output of the shared experts. shared: the input and the weight of their down projection;
-        None without any."""
+        """Do the work of `ops.mixture_add_norm` for experts that are split by inner features, and
+        add the output of the shared experts, too.
+
+        shared: the input and the weight of the shared experts' down projection; None if the layer
+        has no shared experts.
+        """
         if self.parallel.size == 1:
-            if shared is not None:  # the norm here is not used
+            if shared is not None:  # this uses only the sum, not its norm
                 x = x._replace(
                     hidden=ops.linear_add_norm(*shared, x.hidden, norm_weight, eps).hidden
                 )
             return ops.mixture_add_norm(x, experts, norm_weight, eps)
-        # Add the stream only once, to the sum over ranks.
+        # If each rank added the residual stream, the sum over ranks would have it several times. So
+        # add it only after summing.
         start = self.nothing.expand_as(x.hidden) if shared is None else ops.linear(*shared)
         alone = x._replace(hidden=start)
         part = ops.mixture_add_norm(alone, experts, norm_weight, eps).hidden
@@ -88,8 +98,9 @@ class SplitProducts:
         return ops.add_norm(self.parallel.all_reduce(part), x.hidden, norm_weight, eps)
 
     def _room(self, place: int, residual: Tensor) -> Tensor | None:
-        """Return shared memory for this rank's part of a sum, or None if there is none or it is too
-        small."""
+        """Return the shared memory to which this rank writes its result, which is one summand of
+        the sum over ranks. Return None if there is no shared memory or it is too small. place: as
+        for `add_norm`."""
         return None if self.shared is None else self.shared.sums.take(place, *residual.shape)
 
     def _add_shared(
@@ -100,8 +111,8 @@ class SplitProducts:
         eps: float,
         post_norm: Tensor | None = None,
     ) -> Normed:
-        """Add the sum of all ranks' parts in shared memory to the residual stream, and norm the
-        result."""
+        """Sum the results that all ranks have written to shared memory, add the sum to the residual
+        stream, and norm it. place, post_norm: as for `add_norm`."""
         assert self.shared is not None
         if post_norm is None:
             return ops.reduce_add_norm(self.shared.sums, place, residual, norm_weight, eps)
@@ -109,8 +120,8 @@ class SplitProducts:
         return ops.add_norm(whole, residual, norm_weight, eps, post_norm)
 
     def logits(self, x: Normed, head: ops.Weight, bias: Tensor | None = None) -> Tensor:
-        """Return logits [M, V] on every rank. Each rank computes them for a part of the
-        vocabulary."""
+        """Compute logits for this rank's part of the vocabulary, gather those of all ranks, and
+        return the whole logits [M, V] on every rank."""
         peers = None if self.shared is None else self.shared.logits
         num_rows = len(x.hidden)
         if peers is not None and num_rows:

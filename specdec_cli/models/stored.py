@@ -1,5 +1,7 @@
-"""Weights of fused layers that keep the checkpoint's quantised form: which matrices these are, and
-how they are read."""
+"""Chooses the weights of fused layers that stay quantised as in the checkpoint, and reads them.
+
+Weights that are quantised while they are loaded are handled here, too.
+"""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -35,11 +37,12 @@ ReadStored = Callable[[Part | None], Stored]
 def choose_form(
     module: Any, spec: ModelSpec, place: Path, shards: Shards, device: torch.device
 ) -> None:
-    """Choose the matrices of a module on meta that keep the checkpoint's quantised form, or that
-    are quantised while they are loaded, and mark them as `StoredParameter`. Raises `SetupError` for
-    an unknown quantisation, and if `weights` asks for a form that a matrix cannot have. Raises
-    `UsageError` if the whole model cannot have that form. With `auto` such weights are dequantised,
-    and the log says so.
+    """Choose the matrices of a module on meta that stay quantised as in the checkpoint, or that are
+    quantised while they are loaded, and mark them as `StoredParameter`.
+
+    If `spec.weights` asks for a form, raises `UsageError` if the whole model cannot have it, and
+    `SetupError` if one of the matrices cannot. With `auto`, all weights are dequantised in these
+    cases, and a warning is logged. Raises `SetupError` for an unknown quantisation.
     """
     header = read_model(place) if is_gguf(place) else None
     scheme, is_plain = None, header is None or gguf.is_plain(header)
@@ -87,8 +90,12 @@ def choose_form(
 
 
 def _gguf_storages(module: Any, header: Header) -> dict[str, Storage]:
-    """Return the storage of each matrix that can keep the file's form, by name. Matrices that are
-    merged into one matmul share a storage, because files of Q4_K have value projections in Q6_K."""
+    """Return the storage of each matrix that can stay quantised as in the file, by name.
+
+    The matrices of a merged matmul must have the same storage, but their types in the file may
+    differ: files of Q4_K have value projections in Q6_K. Such matrices get a storage that can hold
+    the values of all of them.
+    """
     found = {name: own for name, (own, _) in gguf.kept_readers(module, header).items()}
     for names in _products(module):
         own = {found[name] for name in names if name in found}
@@ -107,11 +114,15 @@ def _products(module: Any) -> list[list[str]]:
 def _asked_storages(
     module: Any, spec: ModelSpec, place: Path, scheme: Scheme | None
 ) -> Mapping[str, Storage]:
-    """Return the requested storage of each matrix of a module, by name. A tied head may be among
-    them."""
+    """Return the storage that each matrix of a module should have, by name: the checkpoint's own
+    one, or fp8 if the checkpoint is not quantised.
+
+    A tied head may be among the matrices; the caller has to leave it out. scheme: the checkpoint's
+    quantisation; None if it has none.
+    """
     if scheme is not None and spec.load_format != "dummy":
         fields = Fields({}, {}, {}, {})
-        # Loading will report files that are missing or damaged.
+        # Ignore errors for missing and damaged files here: loading will report them.
         with suppress(SetupError), open_checkpoint(place, spec.allow_pickle) as tensors:
             fields = fields_of(tensors, scheme, spec.name)
         return storages_of(module, fields, spec.name)
@@ -129,8 +140,12 @@ def _asked_storages(
 
 
 def storages_of(module: Any, fields: Fields, model: str) -> dict[str, Storage]:
-    """Return the storages of a module's matrices, by the module's names. Raises `Unsupported` if
-    the matrices that the module stacks into one have different storages."""
+    """Return the storages of a module's quantised matrices, by their names in the module.
+
+    fields: the checkpoint's tensors, by their names in the checkpoint. model: its name, for
+    messages. Raises `Unsupported` if the module combines several of the checkpoint's matrices into
+    one, as it does with experts, and they have different storages.
+    """
     found: dict[str, Storage | None] = {}
     plain: dict[str, Any] = {n: unread for n in fields.codes if n not in fields.storages}
     groups: list[tuple[Storage | None, dict[str, Any]]] = [(None, plain)]
@@ -158,10 +173,12 @@ def _matrices(module: Any) -> Iterator[tuple[str, Any, str, nn.Parameter]]:
 def _hold_as_stored(
     module: Any, storages: Mapping[str, Storage], shards: Shards, model: str
 ) -> dict[str, SetupError]:
-    """Mark the matrices that have a storage as `StoredParameter`, in a module on meta that has a
-    fused form. A tied head stays plain. shards: this rank's parts. Returns errors, by name, for
-    matrices that must stay plain: because a rank's part would cut a group, or because the matrices
-    of a merged matmul are stored in different ways.
+    """Replace the parameters that have an entry in `storages` by `StoredParameter`s.
+
+    module: on meta, of a family that can be fused. shards: this rank's parts of its tensors. A tied
+    head is left as it is, because the embedding reads the same weight. Returns an error for each
+    other matrix that could not be replaced, by name: this rank's part would cut a code or a group,
+    or the matrices of one merged matmul have different storages.
     """
     embedding = module.get_input_embeddings().weight
     problems: dict[str, SetupError] = {}
@@ -188,8 +205,11 @@ def _hold_as_stored(
 
 
 def _edges(held: StoredParameter, part: Part | None, told: str) -> SetupError | None:
-    """Return an error if the end of the matrix or of this rank's part would cut a code or a group;
-    else None."""
+    """Return an error if a row of the matrix is not a whole number of codes, or if this rank's part
+    would begin or end inside a code or a group; else None.
+
+    part: this rank's part; None if it has the whole matrix. told: the matrix's name, for the error.
+    """
     storage, width = held.stored_as, held.shape_written[-1]
     if width % (per_code := KINDS[storage.kind].per_code):
         return SetupError(f"{told} has {width} columns, and {per_code} of them share a code")
@@ -208,7 +228,8 @@ def _edges(held: StoredParameter, part: Part | None, told: str) -> SetupError | 
 
 
 def stored_part(held: StoredParameter, part: Part) -> Part:
-    """Convert a rank's part of a parameter to the same part of its stored weight."""
+    """Convert a rank's part of a parameter to the same part of its stored weight. The two differ
+    for experts that transformers keeps as [experts, columns, rows]: they are stored transposed."""
     if not held.is_transposed:
         return part
     experts, columns, rows = part.shape
@@ -216,8 +237,8 @@ def stored_part(held: StoredParameter, part: Part) -> Part:
 
 
 def quantised(held: StoredParameter, numbers: Tensor, part: Part | None) -> Stored:
-    """Quantise a plain weight and return this rank's part. numbers: the values of the whole
-    weight."""
+    """Quantise a weight and return this rank's part of it. numbers: the values of the whole weight,
+    in the shape of the parameter. part: None returns the whole weight."""
     whole = held.stored_as.quantised(numbers.transpose(1, 2) if held.is_transposed else numbers)
     return whole if part is None else part_of(whole, stored_part(held, part))
 
@@ -239,8 +260,11 @@ def part_of(whole: Stored, part: Part) -> Stored:
 
 
 def stored_reader(read_whole: Callable[[], Stored], held: StoredParameter) -> ReadStored:
-    """Return a reader of one weight or of this rank's part of it. It raises as `read_whole` does,
-    and `WrongShape` if the part does not fit."""
+    """Return a function that reads one weight and returns it, or only this rank's part of it.
+
+    It raises the same errors as `read_whole`, and `WrongShape` if the weight does not have the
+    shape from which the part is taken.
+    """
 
     def read(part: Part | None = None) -> Stored:
         whole = read_whole()

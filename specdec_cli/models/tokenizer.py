@@ -44,11 +44,12 @@ _ANOTHER_DRAFT = "a draft must share its target's tokenizer; take one of the sam
 
 
 class PretrainedTokenizer:
-    """transformers' tokenizer of a model folder. It adds the special tokens that its settings
-    name."""
+    """Wraps a transformers tokenizer. By default, `encode` adds the special tokens that the
+    tokenizer's own settings ask for."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
-        """Raises `ValueError` if the tokenizer can make texts too long."""
+        """Wrap a tokenizer. Raises `ValueError` if it could lengthen a text beyond the limits in
+        `guards`. name: the model's name, for messages."""
         self._tokenizer = tokenizer
         self._name = name
         self._skips = True  # whether decoded text leaves out special tokens
@@ -67,7 +68,7 @@ class PretrainedTokenizer:
 
     @property
     def has_template(self) -> bool:
-        """True if it has a chat template."""
+        """True if the tokenizer has a chat template."""
         return bool(getattr(self._tokenizer, "chat_template", None))
 
     @property
@@ -78,7 +79,7 @@ class PretrainedTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Raises `SetupError` if the tokenizer fails or takes too
         long."""
-        # Turn off its warnings, because we report texts that are too long ourselves.
+        # Turn off the tokenizer's warnings: specdec itself reports prompts that are too long.
         more = {"add_special_tokens": add_special_tokens, "verbose": False}
         with refusing(self._failure, MemoryError):
             check_length(len(text), self._growth)
@@ -89,11 +90,16 @@ class PretrainedTokenizer:
     def render(
         self, messages: Sequence[Mapping[str, object]], template: Mapping[str, object] = _PLAIN
     ) -> str:
-        """Fill the model's chat template with a conversation, up to the beginning of the answer.
-        The text includes special tokens. template: further values for the template. `chat_template`
-        among them is another template, or the name of one of the model's; `DATE_KEY` is the present
-        time in ISO format. Raises `UsageError` if there is no template or it refuses these
-        messages, and `SetupError` if the template itself is at fault.
+        """Render a conversation with the model's chat template, and begin the assistant's answer.
+        The text includes special tokens.
+
+        template: values for the template besides the messages, by name. Two names are special:
+        `chat_template` selects another template, by its Jinja text or by its name in the model;
+        `DATE_KEY` sets the time, in ISO format, that the template takes for the present.
+
+        Raises `UsageError` if there is no template, if it refuses these messages, if `template` has
+        a value that only specdec may set, or if a template from the user fails. Raises `SetupError`
+        if the model's own template fails.
         """
         given = dict(template)
         moment = given.pop(DATE_KEY, None)
@@ -125,8 +131,8 @@ class PretrainedTokenizer:
         return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", written)]
 
     def _check(self, given: Mapping[str, object]) -> None:
-        """Raise `UsageError` if the template is missing, or for values that only specdec itself
-        sets."""
+        """Raise `UsageError` if the template does not exist, or if `given` has a value that only
+        specdec itself may set."""
         named, known = given.get("chat_template"), getattr(self._tokenizer, "chat_template", None)
         if named is None and not self.has_template:
             raise _no_template(self._name)
@@ -152,9 +158,9 @@ class PretrainedTokenizer:
         ids = list(token_ids)
         with refusing(self._failure, MemoryError):
             if self._decodes_by_regex:
-                # Only this kind of decoder lets other threads run, so only here does a time limit
-                # work. The other decoders take linear time, and a limit would cost more than
-                # decoding a token.
+                # A decoder with regular expressions may take very long. It releases the GIL, which
+                # the time limit needs. Other decoders hold the GIL, but take only linear time. For
+                # them, a limit would also cost more than decoding a token.
                 decode = self._tokenizer.backend_tokenizer.decode_batch
                 found = in_time(partial(decode, [ids], skip_special_tokens=self._skips), len(ids))
                 return str(found[0])
@@ -169,13 +175,14 @@ class PretrainedTokenizer:
 
     @property
     def special_tokens(self) -> frozenset[str]:
-        """See `core.detokenize.Tokenizer`."""
+        """The texts of tokens that mark a text's structure, such as `<|im_start|>`."""
         added = self._tokenizer.added_tokens_decoder.values()
         names = {*self._tokenizer.all_special_tokens, *(t.content for t in added if t.special)}
         return frozenset(filter(None, names))
 
     def finding(self, texts: Sequence[str]) -> Decoder:
-        """See `core.detokenize.Tokenizer`."""
+        """Return a decoder for text in which `texts` are searched. If one of them contains a
+        special token, the decoder also writes special tokens; otherwise it is this tokenizer."""
         if not any(name in text for name in self.special_tokens for text in texts):
             return self
         verbatim = copy(self)
@@ -184,7 +191,8 @@ class PretrainedTokenizer:
 
 
 class ByteTokenizer(Tokenizer):
-    """A stand-in for dummy weights in folders without a tokenizer; the ids are UTF-8 bytes."""
+    """Takes the UTF-8 bytes of a text, modulo the vocabulary size, as its token ids. It is used for
+    dummy weights if the model's folder has no tokenizer."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -269,25 +277,25 @@ def _loaded(load: Callable[[], Any], name: str, hint: str) -> PretrainedTokenize
 
 
 def _steps_of(tokenizer: Any) -> dict[str, Any]:
-    """Return the steps of a tokenizer with native code, by part, as tokenizer.json describes
-    them."""
+    """Return the steps of each part of a tokenizer, by the part's name, in the form in which
+    tokenizer.json describes them. A tokenizer in pure Python has no such parts."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     parts = {name: getattr(backend, name, None) for name in _PARTS}
     return {n: json.loads(part.__getstate__()) for n, part in parts.items() if part is not None}
 
 
 def at_moment(template: str, moment: datetime) -> str:
-    """Return the chat template with a macro `strftime_now`, which formats the given time instead of
-    the present one."""
+    """Put a macro `strftime_now` in front of a chat template. It replaces transformers' function of
+    this name, and formats the given time instead of the present one."""
     formats = [f"%{flag}{letter}" for flag in ("-", "") for letter in _FORMATS]
     steps = "".join(f"|replace({one!r}, {moment.strftime(one)!r})" for one in formats)
-    # Jinja drops the line break after a block.
+    # The line break adds nothing to the rendered text: Jinja drops it after a block.
     return f"{{% macro {DATE_KEY}(f) %}}{{{{ f{steps} }}}}{{% endmacro %}}\n{template}"
 
 
 def _no_template(name: str) -> SpecdecError:
-    # This is a usage error, because the model itself is complete and a different command line
-    # helps.
+    # This is a usage error and not a setup error: the model has all its files, and the user can
+    # avoid the error with other options.
     return UsageError(
         f"the model {name} has no chat template",
         "take a model tuned for chat, or give plain text without --chat, --system and messages",
@@ -295,9 +303,10 @@ def _no_template(name: str) -> SpecdecError:
 
 
 def _template_problem(problem: Exception, name: str, *, is_own: bool) -> SpecdecError:
-    """Return the error for a chat template that gave no text. Its type depends on who is at fault.
+    """Return the error to raise if a chat template cannot be rendered: `UsageError` if the messages
+    or a template from the user are at fault, `SetupError` if the model's template is.
 
-    is_own: whether the user gave the template.
+    is_own: whether the template is from the user.
     """
     if type(problem) is TemplateError:  # the template raises it with `raise_exception`
         return UsageError(
@@ -319,11 +328,11 @@ def _template_problem(problem: Exception, name: str, *, is_own: bool) -> Specdec
 def check_same_vocabulary(
     target: Tokenizer, draft: Tokenizer, names: tuple[str, str], sizes: tuple[int, int]
 ) -> None:
-    """Raise `SetupError` unless two tokenizers use the same ids. The message names the first that
-    differs.
+    """Raise `SetupError` unless two tokenizers have the same ids for the same tokens. The message
+    names the first id for which they differ.
 
-    names, sizes: the target's and the draft's names and vocabulary sizes. The sizes may differ by
-    padding, but not by ids that text uses.
+    names, sizes: the names and the vocabulary sizes of the target and the draft. The sizes may
+    differ because of padding, but ids that belong to tokens must not be missing from the draft.
     """
     by_id = {i: t for t, i in target.vocabulary().items()}
     other = {i: t for t, i in draft.vocabulary().items()}

@@ -27,14 +27,15 @@ _SPLIT = {_COLUMNS, _ROWS} | _GATHERED | _SPLIT_INPUT
 _EXPERTS = "moe_tp_experts"
 # Every rank holds these whole. (Splitting the embedding would cost an all-reduce per pass.)
 _WHOLE = {"replicated", "replicated_with_grad_allreduce", "embedding_rowwise", "mla_kv_a_proj"}
-# Marks a layer with separate parameters per rank, which the plan splits one by one.
+# The style of a layer whose parameters differ between ranks. It does not say how to split them: the
+# plan has a separate entry for each, so this one is ignored.
 _MARKS = {"local_params"}
 _KEYS_AND_VALUES = {"k_proj", "v_proj"}
 # The bias of the experts' outputs must be added only once, so only one rank adds it.
 _ADDED_ONCE = "down_proj_bias"
 _SINKS = ".sinks"  # attention sinks: one number per head
-# Latent attention is split by whole heads. Every rank holds the whole projections to latent
-# vectors.
+# Latent attention is split by whole heads. The projections to latent vectors, which all heads
+# share, are whole on every rank.
 _LATENT = {
     "model.layers.*.self_attn.q_proj": _COLUMNS,
     "model.layers.*.self_attn.q_b_proj": _COLUMNS,
@@ -53,9 +54,10 @@ _OWN_PLANS = {
         "model.layers.*.mlp.experts": _EXPERTS,
     },
 }
-# Only these families are split; tests compare their logits over 4 ranks. A plan does not show
-# whether a family uses statistics over all of a layer's features, as gemma3n does for sparse
-# activations. Splitting such a family would silently change its text.
+# Only these families are split. For each, tests compare the logits on 4 ranks with those of the
+# whole model, since a plan alone is not enough: it does not show whether a family uses statistics
+# over all of a layer's features, as gemma3n does for sparse activations. Splitting such a family
+# would silently change its text.
 FAMILIES = frozenset(
     """
     apertus arcee cohere cohere2 cwm deepseek_v2 deepseek_v3 dots1 ernie4_5 exaone4 gemma gemma2
@@ -68,9 +70,12 @@ FAMILIES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The parts of a module's tensors that a rank holds. Tensors without an entry are whole. parts:
-    by parameter name. tied: parameters that are a part of another parameter, each with the name of
-    the other. zero: parameters that are zero on this rank, because another rank adds them.
+    """The parts of a module's tensors that a rank holds.
+
+    parts: each part, by parameter name. Parameters without an entry are whole.
+    tied: parameters that share memory with a part of another parameter, by name; the value is the
+        name of the other. This applies to a vocabulary head that is tied to the embedding.
+    zero: parameters that are zero on this rank. Another rank holds their values and adds them.
     """
 
     parts: dict[str, Part]
@@ -84,10 +89,12 @@ WHOLE = Shards({}, {})
 def shard(
     module: Any, layers: list[LayerShape], parallel: TensorParallel, name: str
 ) -> tuple[Shards, list[LayerShape]]:
-    """Reduce `module`, on meta, to this rank's part. Returns the parts and the cache shapes of its
-    layers. layers: the cache shapes of the whole model's layers. Raises `Unsupported` for a family
-    without a plan or whose split form is untested, and if heads or features cannot be divided among
-    the ranks.
+    """Reduce `module`, on meta, to the parts of its tensors that this rank holds. Return these
+    parts, and the cache shapes of the module's layers on this rank.
+
+    layers: the cache shapes of the whole model's layers. name: the model's name, for messages.
+    Raises `Unsupported` if the family has no plan or is not in `FAMILIES`, and if its heads or
+    features cannot be divided among the ranks.
     """
     kind, size = module.config.model_type, parallel.size
     whole_plan = (module._tp_plan or {}) | _OWN_PLANS.get(kind, {})
@@ -165,14 +172,15 @@ def _split_products(
 
 
 def parts_of_experts(experts: Any, parallel: TensorParallel, name: str) -> dict[str, Part]:
-    """Return this rank's parts of a module of stacked experts, by the module's names. Raises
-    `Indivisible`.
+    """Return this rank's parts of a module of stacked experts, by their names in the module. Raises
+    `Indivisible` if the experts' inner features cannot be divided among the ranks.
 
     Each rank holds a part of every expert, and the layer ends with one sum over ranks. If ranks
-    held whole experts instead, a pass would take as long as on the rank with the most chosen
-    experts. If 8 of 128 experts are chosen, each of 4 ranks holds 2 of them on average, but that
-    rank holds 3.5. The price is narrower matrices: on 8 ranks, each holds 96 of the 768 features of
-    an expert. Routers are whole, so all ranks choose the same experts without a message.
+    held whole experts instead, each pass would wait for the rank with the most chosen experts. If 8
+    of 128 experts are chosen, each of 4 ranks holds 2 of them on average, but the busiest rank
+    holds 3.5. The price is narrower matrices: on 8 ranks, each rank holds 96 of an expert's 768
+    features. Routers are whole on every rank, so all ranks choose the same experts without
+    communication.
     """
     # [experts, outputs, inputs], or with `is_transposed` [experts, inputs, outputs].
     read = 1 if experts.is_transposed else 2
@@ -182,8 +190,8 @@ def parts_of_experts(experts: Any, parallel: TensorParallel, name: str) -> dict[
     start, stop = parallel.share(width)
 
     def of_both(tensor: Any, dim: int) -> Part:
-        """Return this rank's part of a tensor that has the rows of gate and up, as two halves or
-        alternating."""
+        """Return this rank's part of a tensor that combines gate and up projections along `dim`:
+        gate first and then up if `is_concatenated`, otherwise alternating."""
         shape = tuple(tensor.shape)
         if experts.is_concatenated:
             return Part(dim, start, stop, shape, blocks=2)
@@ -204,13 +212,14 @@ def _pattern(name: str) -> str:
 
 
 def _names(module: Any) -> list[str]:
-    """Return the names of submodules and parameters. Plans list stacked experts by parameter."""
+    """Return the names of all submodules and parameters. Plans name linear layers by submodule, but
+    stacked experts by parameter."""
     return [n for n, _ in (*module.named_modules(), *module.named_parameters()) if n]
 
 
 def _tied_head(module: Any) -> dict[str, str]:
-    """Return the name of the head's weight, with that of the embedding, if they are tied; else an
-    empty dict."""
+    """Return a dict from the name of the vocabulary head's weight to that of the embedding's if the
+    two are tied; else an empty dict."""
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
         return {}
@@ -241,7 +250,7 @@ def _share(
             if heads % size and size % heads:
                 raise Indivisible(name, f"{heads} key and value heads", size)
             if heads < size:
-                # Query heads of several ranks attend to the same key and value head.
+                # There are more ranks than key and value heads, so several ranks hold the same one.
                 start = parallel.rank * heads // size * (width // heads)
                 return start, start + width // heads
     if width % size:
@@ -275,8 +284,9 @@ def _split(
 
 
 def _narrow(path: str, owner: Any, parts: dict[str, Part]) -> dict[str, Part]:
-    """Reduce tensors of `owner` to `parts`, whose keys are names within `owner`. path: the owner's
-    own name. Returns the parts by full names."""
+    """Replace parameters of `owner` by empty ones of this rank's shapes, and return the parts by
+    full names. parts: this rank's parts, by names within `owner`. path: the full name of
+    `owner`."""
     for leaf, part in parts.items():
         whole = getattr(owner, leaf).new_empty(part.local_shape)
         setattr(owner, leaf, nn.Parameter(whole, requires_grad=False))

@@ -45,8 +45,8 @@ class Part:
         return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this part of `whole`, as a view unless there are several blocks. Raises
-        `WrongShape`."""
+        """Return this part of `whole`: a view if there is one block, otherwise a copy. Raises
+        `WrongShape` if `whole` does not have the shape `shape`."""
         if tuple(whole.shape) != self.shape:
             raise WrongShape(tuple(whole.shape))
         width = self.stop - self.start
@@ -69,9 +69,11 @@ class Read(Protocol):
 
 
 class Fields(NamedTuple):
-    """Readers of a checkpoint's tensors, by the names of the weights. codes: the codes of quantised
-    weights, and all plain tensors. scales, zeros, storages: of quantised weights only, as in
-    `ops.Stored`.
+    """Readers of a checkpoint's tensors, and how quantised weights are stored, by name of weight.
+
+    codes: readers of the codes of quantised weights, and of all tensors that are not quantised.
+    scales, zeros: readers of the scales and zero points of quantised weights, as in `ops.Stored`.
+    storages: how each quantised weight is stored.
     """
 
     codes: dict[str, Read]
@@ -112,8 +114,8 @@ def open_checkpoint(folder: Path, allow_pickle: bool) -> Iterator[dict[str, Read
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint, or none if there are no weights. Raises `SetupError` for a
-    missing shard or a bad index."""
+    """Return the weight files of a checkpoint, or an empty list if it has none. Raises `SetupError`
+    for a missing shard or a bad index."""
     return _files(folder, _SAFE) or _files(folder, _PICKLED)
 
 
@@ -125,7 +127,8 @@ def _files(folder: Path, name: str) -> list[Path]:
     if (index := _index(folder, name)) is not None:
         # An index could name files anywhere, so take them only from its own folder.
         files = [folder / shard for shard in sorted({Path(s).name for s in index.values()})]
-        missing = [f.name for f in files if not os.path.isfile(f)]  # a name may be too long
+        # Path.is_file would raise an error for a name that is too long.
+        missing = [f.name for f in files if not os.path.isfile(f)]
         if missing:
             raise SetupError(
                 f"{folder} lacks {len(missing)} of {len(files)} weight files, first "
@@ -137,8 +140,8 @@ def _files(folder: Path, name: str) -> list[Path]:
 
 
 def _index(folder: Path, name: str) -> dict[str, str] | None:
-    """Return the file of each tensor if a checkpoint has an index, else None. Raises `SetupError`
-    for a damaged index."""
+    """Return a checkpoint's index, which maps each tensor's name to the name of its file; None if
+    it has no index. Raises `SetupError` for a damaged index."""
     index = folder / f"{name}.index.json"
     if not index.is_file():
         return None
@@ -156,8 +159,11 @@ def _index(folder: Path, name: str) -> dict[str, str] | None:
 
 
 def layers_held(place: Path) -> int | None:
-    """Return the number of layers according to the tensors' names. Returns None if no name has a
-    layer, or if an index or file is damaged, which loading will report."""
+    """Return the number of layers, according to the layer numbers in the tensors' names.
+
+    Returns None if no name contains a layer number, or if an index or file is damaged. Loading will
+    report the damage.
+    """
     if is_gguf(place):
         return layers_in(read_model(place))
     names = tensor_names(place)
@@ -166,8 +172,8 @@ def layers_held(place: Path) -> int | None:
 
 
 def tensor_names(folder: Path) -> Collection[str]:
-    """Return the names of the tensors in a folder, or none if its index or file is damaged or
-    pickled."""
+    """Return the names of the tensors in a folder. Return an empty collection if its index or file
+    is damaged, or if it has only a single pickled file, which is not opened here."""
     names: Collection[str] = ()
     with suppress(SetupError), ExitStack() as stack:
         if (file := folder / _SAFE).is_file():
@@ -218,12 +224,14 @@ def _open_pickle(file: Path) -> dict[str, Read]:
 
 
 def same(tensor: torch.Tensor, part: Part | None = None) -> torch.Tensor:
-    """Return an existing tensor, or a part of it. With the tensor bound, this is a `Read`."""
+    """Return a tensor that exists already, or a part of it. `partial(same, tensor)` is a
+    `Read`."""
     return tensor if part is None else part.of(tensor)
 
 
 def unread(part: Part | None = None) -> torch.Tensor:
-    """Stand in for the `Read` of a tensor of which only the name is used."""
+    """Take the place of a `Read` where code uses only the names of tensors and reads none. Raises
+    `AssertionError` if it is called."""
     raise AssertionError("only its name is used")
 
 

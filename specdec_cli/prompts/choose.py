@@ -20,9 +20,15 @@ _MAX_NAMED = 6
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Settings for choosing prompts. limit: the number of prompts to take; None takes all. sample:
-    None takes the first prompts, `random` draws them at random, and `stratified` draws evenly from
-    all categories. seed: the seed of the draw. Raises `UsageError` for a sample without a limit."""
+    """Settings for choosing prompts.
+
+    limit: the number of prompts to take; None takes all.
+    sample: None takes the first prompts, `random` draws them at random, and `stratified` draws as
+        evenly as possible from all categories.
+    seed: the seed of the draw.
+
+    Raises `UsageError` for a sample without a limit.
+    """
 
     limit: int | None = None
     sample: str | None = None
@@ -75,9 +81,12 @@ def _in_turn(order: Sequence[int], categories: Sequence[str | None]) -> list[int
 def uneven(
     taken: Sequence[Prompt], further: Mapping[str | None, int], *, is_whole: bool
 ) -> list[Notice]:
-    """Warn if the first prompts are distributed over categories differently from the data. Returns
-    one notice or none. further: the number of later prompts by category. is_whole: whether
-    `further` counts all later prompts, not only the next ones.
+    """Warn if the first prompts lack some of the data's categories, or have them in very different
+    proportions. Returns a list of one notice or none.
+
+    taken: the first prompts, which the run uses. further: how many of the prompts after them belong
+    to each category. is_whole: whether `further` counts all prompts after them; if False, it counts
+    only the next ones.
     """
     first = Counter(prompt.category for prompt in taken)
     data = first + Counter(further)

@@ -1,4 +1,7 @@
-"""Turns prompts into conversations as `data.chat` and `data.system` ask, without rendering them."""
+"""Turns prompts into conversations, according to the recipe's `data.chat` and `data.system`.
+
+Chat templates are rendered elsewhere.
+"""
 
 import logging
 from collections import Counter
@@ -22,14 +25,18 @@ def as_conversations(
     *,
     skip_bad: bool = False,
 ) -> list[Prompt]:
-    """Change prompts as `data.chat`, `data.system` and `data.template` ask.
+    """Apply a recipe's `data.chat`, `data.system` and `data.template` to prompts.
 
-    chat: `auto` leaves prompts as they are, `on` makes a conversation of each text, `off` refuses
-    messages. system: a system message for every conversation without one; it turns `auto` into
-    `on`. A row's own system message is put before its text if the row is not a conversation.
-    template: values for the chat template of every conversation; a row's own values take
-    precedence. skip_bad: whether to leave out prompts that do not fit these settings, with a
-    warning. Otherwise, or if no prompt fits, raises `UsageError`.
+    chat: `auto` leaves prompts as they are, `on` makes a conversation of each text, and `off`
+        refuses prompts that are messages.
+    system: a system message for every conversation without one; it turns `auto` into `on`. None
+        adds no message.
+    template: values for the chat template of every conversation. A row's own values take
+        precedence.
+    skip_bad: whether to leave out prompts that do not fit these settings, with a warning.
+
+    If a prompt that is not a conversation has its own system message, the message is put before its
+    text. Raises `UsageError` for prompts that do not fit, unless `skip_bad` is True and others fit.
     """
     if system is not None and chat == "auto":
         chat = "on"

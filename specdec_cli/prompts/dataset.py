@@ -1,4 +1,4 @@
-"""Parses the value `PATH[:SPLIT[:COLUMN]]` of `--dataset`, and takes splits of single files.
+"""Parses the value `PATH[:SPLIT[:COLUMN]]` of `--dataset`, and selects a split's rows from a file.
 
 This module opens no files; it only tests whether a path exists.
 """

@@ -23,9 +23,13 @@ def hub_source(
 ) -> Source:
     """Open one split of a dataset. Without `split`, the dataset must have only one split.
 
-    path: a hub id, or a folder (`is_folder`). split: a name or slice (`train[:100]`). column: the
-    column of the prompts; None for the usual ones. Raises `UsageError` for an unknown subset or
-    split, with the names of the known ones, and `SetupError` if the dataset is not available.
+    path: a hub id, or a folder if `is_folder` is True.
+    split: a split's name or a slice of it (`train[:100]`).
+    column: the column that holds the prompts; None if it has one of the usual names
+        (`records.PROMPT_KEYS`).
+
+    Raises `UsageError` for an unknown subset or split, with the names of the known ones, and
+    `SetupError` if the dataset is not available.
     """
     try:
         import datasets

@@ -22,7 +22,8 @@ Rows = Iterator[tuple[str, object]]
 
 
 def text_rows(file: BinaryIO, name: str) -> Rows:
-    """Yield each line that is not blank, after its place (`prompts.txt:3`)."""
+    """Yield a pair for each line that is not blank: its place (`prompts.txt:3`), and its text or a
+    `BadRow`."""
     for number, raw in numbered_lines(file):
         line = decoded(raw)
         if isinstance(line, BadRow) or line.strip():
@@ -30,7 +31,8 @@ def text_rows(file: BinaryIO, name: str) -> Rows:
 
 
 def jsonl_rows(file: BinaryIO, name: str) -> Rows:
-    """Yield the JSON object on each line that is not blank, after its place."""
+    """Yield a pair for each line that is not blank: its place (`prompts.jsonl:3`), and its JSON
+    object or a `BadRow`."""
     for where, line in text_rows(file, name):
         yield where, _record(line) if isinstance(line, str) else line
 

@@ -65,11 +65,16 @@ def load_prompts(
     """Load the prompts that a recipe's `data` section names.
 
     `data.path` is a file (`EXTENSIONS`), `demo:prompts`, or the folder or id of a Hugging Face
-    dataset. Rows after the first `data.limit` prompts are read only for warnings. A sample is drawn
-    from all rows, with `seed`. skip_bad: whether to leave out bad rows with a warning that counts
-    them; otherwise they raise a `UsageError` that names the file and the line of each. is_file:
-    whether the path must be a file. Raises `UsageError` for an unknown split, subset or column, and
-    `SetupError` for a dataset that is not available.
+    dataset. Without `data.sample`, the first `data.limit` prompts are taken, and later rows are
+    read only for warnings. With it, the sample is drawn from all rows.
+
+    skip_bad: whether to leave out bad rows and log a warning with their number. Otherwise, they
+        raise a `UsageError` that names the file and the line of each.
+    is_file: whether `data.path` must be a file.
+    seed: the seed with which a sample is drawn.
+
+    Raises `UsageError` for an unknown split, subset or column, and `SetupError` for a dataset that
+    is not available.
     """
     choice = Choice(data.limit, data.sample, seed)
     path = data.path or ""
@@ -129,10 +134,11 @@ def read_prompts(
 ) -> list[Prompt]:
     """Read the prompts given as options, then the prompts of the file, at most `limit` in all.
 
-    `stdin` is read if neither is given, or if the file is `-`; a terminal is never read. Returns an
-    empty list if there is no prompt. sample, seed: see `Choice`. skip_bad: whether to leave out bad
-    lines with a warning that counts them; otherwise they raise a `UsageError` with file, line and
-    reason.
+    `stdin` is read if there are neither options nor a file, or if the file is `-`. It is not read
+    if it is a terminal. Returns an empty list if there is no prompt.
+
+    limit, sample, seed: as in `Choice`. skip_bad: whether to leave out bad lines and log a warning
+    with their number. Otherwise, they raise a `UsageError` with the file, the line and the reason.
     """
     choice = Choice(limit, sample, seed)
     if sample is not None:
@@ -175,11 +181,11 @@ def _read_stdin(
     _say_if_it_waits(stream)
     try:
         raw = getattr(stream, "buffer", stream).read()
-    except OSError:  # a background job's terminal, or a stream replaced by a test
+    except OSError:  # the job runs in the background, or a test has replaced stdin
         return []
     if isinstance(raw, str):
         raw = raw.encode("utf-8", "surrogateescape")
-    if not raw:  # nothing was piped: batch systems use </dev/null
+    if not raw:  # no prompts: batch systems run jobs with </dev/null
         return []
     name = "standard input"
     if raw.startswith(_GZIP_MAGIC):
@@ -230,7 +236,8 @@ def _is_file_name(path: str) -> bool:
 
 @contextmanager
 def _file_source(name: str, column: str | None) -> Iterator[Source]:
-    """Open a file for the block, and provide its rows."""
+    """Open a file and provide its rows. The file is closed at the end of the `with` block. column:
+    the column that holds the prompts; None if it has one of the usual names (`PROMPT_KEYS`)."""
     if not name.strip():  # from "$UNSET" in a script, for example
         raise UsageError("the name of the prompt file is empty")
     if "://" in name:
@@ -301,9 +308,13 @@ def _prompts_of(
     skip_bad: bool,
     turn: int = 1,
 ) -> list[Prompt]:
-    """Read the first `limit` prompts of a source. rows: an iterator over the source's rows, which
-    stays after the last row read. split: the rows' split, for messages. skip_bad: whether to count
-    bad rows among those read in a warning; otherwise they raise a `UsageError`.
+    """Read the first `limit` prompts of a source; all of them if `limit` is None.
+
+    rows: an iterator over the source's rows. Afterwards it continues with the first unread row.
+    column, turn: as for `prompt_of`. Conversations with fewer turns are left out.
+    split: the name of the split that the rows are from, for messages; None if it was not given.
+    skip_bad: whether to leave out bad rows and log a warning with their number. Otherwise, they
+        raise a `UsageError`.
     """
     name = source.name
     _check_columns(source, column)

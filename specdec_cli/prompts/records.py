@@ -12,7 +12,8 @@ from specdec_cli.prompts.turns import LATER_KEY, later_turns, shared_conversatio
 from specdec_cli.prompts.types import BadRow, Message, Prompt
 from specdec_cli.text import is_unicode, one_line, shown
 
-# The first that exists is used. In Alpaca `text` has the instruction with its answer.
+# The first of these keys that a row has is used. `text` comes after `instruction`, because in
+# Alpaca it contains the answer, too.
 TEXT_KEYS = ("prompt", "question", "instruction", "text", "turns")
 MESSAGES_KEY = "messages"
 IDS_KEY = "prompt_token_ids"
@@ -27,7 +28,8 @@ MEDIA_KEYS = (
     *(f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s")),
     *("image_url", "image_path", "image_file"),
 )
-# Keys besides the prompt in requests to a server, such as OpenAI's batches.
+# Settings in rows that were written as requests to a server, such as OpenAI's batches. They have no
+# effect here, and a warning says so.
 _REQUEST_KEYS = (
     *("temperature", "top_p", "top_k", "stop", "seed", "max_tokens", "max_completion_tokens"),
     *("max_new_tokens", "output_len", "output_tokens", "response_format", "functions"),
@@ -38,8 +40,8 @@ _REQUEST_KEYS = (
     *("json_schema", "regex", "tool_choice", "reasoning_effort", "thinking", "suffix"),
     *("add_special_tokens", "sampling_params", "parameters", "extra_body"),
 )
-# Keys with further parts of a question in some datasets: BoolQ, MMLU, MedQA, LLaMA-Factory, BFCL,
-# QuALITY, HotpotQA, FeTaQA, SNLI, BIG-Bench Hard.
+# In some datasets, these keys hold other parts of the question: BoolQ, MMLU, MedQA, LLaMA-Factory,
+# BFCL, QuALITY, HotpotQA, FeTaQA, SNLI, BIG-Bench Hard. They have no effect here either.
 _PART_KEYS = (
     *("passage", "choices", "options", "history", "function", "article", "document", "passages"),
     *("paragraph", "story", "table", "premise", "hypothesis", "few_shot", "examples"),
@@ -47,7 +49,7 @@ _PART_KEYS = (
 _TOLD_KEYS = (*_REQUEST_KEYS, *JOINED_KEYS, *_PART_KEYS)
 MORE_KEYS = (CATEGORY_KEY, SWITCHES_KEY, *TEMPLATE_KEYS, *SYSTEM_KEYS, *_TOLD_KEYS)
 ROLES = ("system", "developer", "user", "assistant", "tool")
-DATE_KEY = "strftime_now"  # key in `Prompt.template`: the date that templates insert
+DATE_KEY = "strftime_now"  # key of `Prompt.template`: the time that templates see
 _ANSWER = "assistant"
 NOT_UNICODE = "not valid Unicode text: half of a surrogate pair"
 
@@ -74,13 +76,18 @@ def jsonl_of(prompts: Iterable[Prompt]) -> str:
 
 
 def prompt_of(row: object, column: str | None, turn: int = 1) -> Prompt:
-    """Read the prompt in a row. The caller sets its index and place.
+    """Read the prompt in a row. Whether it is text, messages or token ids follows from the value's
+    type. The caller has to set `index` and `where` of the result.
 
-    row: text, or a record by column name; a line of an OpenAI batch has the record in its `body`.
-    column: the column of the prompt; None takes the first of `PROMPT_KEYS` that the record has. The
-    kind of prompt follows from the type of the value. Of several turns, the first is the prompt; of
-    a conversation, the user's `turn`-th message. Raises `BadRow` if the row has no usable prompt,
-    and `NoSuchTurn` if the conversation is shorter.
+    row: text, or a record by column name. A line of an OpenAI batch has the record in its `body`.
+    column: the column that holds the prompt; None takes the first of `PROMPT_KEYS` that the record
+        has. If it holds a list of texts, the first text is the prompt, and the others are the
+        user's later turns.
+    turn: for a ShareGPT conversation, the number of the user's message, from 1, with which the
+        prompt ends.
+
+    Raises `BadRow` if the row has no usable prompt, and `NoSuchTurn` if the conversation is too
+    short.
     """
     if isinstance(row, str) and column is None:
         return Prompt(0, checked(row))
@@ -196,8 +203,8 @@ def category_of(row: object) -> str | None:
 
 
 def _messages(value: object, key: str) -> tuple[Message, ...]:
-    """Return the messages up to the last one that is not the assistant's. In datasets, the
-    assistant's messages after it are the answer."""
+    """Check a list of messages, and return it without the assistant's messages at its end: in
+    datasets, these are the answer. Raises `BadRow` if the list is not usable."""
     if not isinstance(value, list):
         raise BadRow(f"{key} should be a list, not {shown(value)}")
     if not value:

@@ -66,8 +66,8 @@ def _record(header: Sequence[str], cells: Sequence[str]) -> dict[str, str] | Bad
 
 @contextmanager
 def _long_cells() -> Iterator[None]:
-    """During the block, allow cells as long as the longest line of other files. The csv module has
-    one limit for the whole process."""
+    """In the `with` block, allow cells of up to `MAX_LINE_BYTES`, as for the lines of other files.
+    The csv module has only one limit for the whole process, so restore it afterwards."""
     before = csv.field_size_limit(MAX_LINE_BYTES)
     try:
         yield

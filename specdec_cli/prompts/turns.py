@@ -15,7 +15,7 @@ _SPEAKERS = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "model"), "assistant"),
     **{role: role for role in ("system", "developer", "tool")},
 }
-# The eight categories of MT-bench. Spec-Bench's authors report these as one of six subtasks.
+# The eight categories of MT-bench. Spec-Bench reports them together, as one of its six subtasks.
 _MT_BENCH = frozenset(
     ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 )

@@ -14,12 +14,16 @@ Message = Mapping[str, object]
 class Prompt:
     """One prompt, with exactly one of `text`, `token_ids` and `messages`.
 
-    After rendering, `text` is the chat template's output for `messages`. index: the prompt's number
-    among all prompts of a run. where: the file and the line, for error messages. later: the user's
-    turns after the answer to this prompt. system: the row's own system message;
-    `as_conversations` moves it into the text or the messages. template: values for the chat
-    template other than the messages, by name. unused: keys of the row that have no effect although
-    they would matter to the answer.
+    After rendering, `text` is the chat template's output for `messages`.
+
+    index: the prompt's number among all prompts of a run.
+    category: the prompt's category in the data; None if it has none.
+    where: the file and the line, for error messages.
+    later: the user's messages that follow the answer to this prompt.
+    system: the row's own system message, until `as_conversations` moves it into the text or the
+        messages; None if there is none.
+    template: values for the chat template other than the messages, by name.
+    unused: keys of the row that specdec ignores, although they would matter to the answer.
     """
 
     index: int
@@ -57,10 +61,13 @@ class Source:
 class PromptSet:
     """The prompts of a run.
 
-    data: the recipe's section that names the prompts; None if a recipe cannot name them. chat: the
-    chat setting with which the prompts were read. notices: warnings about the prompts. own: the
-    prompts as .jsonl text, which the run folder stores if they are in no other file; None
-    otherwise. skip_bad: whether to leave out prompts that cannot be rendered or tokenised.
+    data: the recipe's section that names the prompts; None if they are in no file that it could
+        name, as for prompts from options without a run folder.
+    chat: the value of `data.chat` with which the prompts were read.
+    notices: warnings about the prompts.
+    own: the prompts as the text of a .jsonl file, for the run folder to store; None if another file
+        has them or there is no run folder.
+    skip_bad: whether to leave out prompts that cannot be rendered or tokenised.
     """
 
     prompts: list[Prompt]

@@ -12,8 +12,8 @@ from specdec_cli.recipe.choices.forms import DraftForm
 
 WeightsFrom = Literal["none", "draft", "target"]
 
-Setting = Callable[[str, str], Any]  # returns a recipe's value by section and key; None if unset
-# Returns SGLang's settings for k, by flag name without the prefix --speculative-.
+Setting = Callable[[str, str], Any]  # (section, key) -> value in the recipe; None if not set
+# Takes k and returns SGLang's settings, by name of flag without the prefix --speculative-.
 SglangValues = Callable[[int], dict[str, str | int]]
 
 
@@ -30,9 +30,10 @@ VllmMaker = Callable[[Setting, str | None], VllmConfig]
 
 
 def drafted(method: str, noun: str, *notes: str, **more: object) -> VllmMaker:
-    """Make the `VllmMaker` for a method with a draft. Its config includes the notes that all such
-    methods share. noun: the word for the draft in a note. notes, more: this method's own notes and
-    config keys.
+    """Return a `VllmMaker` for a method with a draft. If the recipe samples, the config also makes
+    vLLM sample its proposals, and a note explains this.
+
+    noun: the word for the draft in that note. notes, more: notes and config keys of this method.
     """
 
     def config_of(setting: Setting, draft: str | None) -> VllmConfig:
@@ -50,23 +51,29 @@ def drafted(method: str, noun: str, *notes: str, **more: object) -> VllmMaker:
 
 
 def sglang_block(algorithm: str) -> SglangValues:
-    """Make SGLang's settings for a method that drafts k tokens at once."""
+    """Return a function that makes SGLang's settings for a method that drafts k tokens at once."""
     return lambda k: {"algorithm": algorithm, "num-draft-tokens": k + 1}
 
 
 def sglang_steps(algorithm: str) -> SglangValues:
-    """Make SGLang's settings for a method that takes k steps of one token each."""
+    """Return a function that makes SGLang's settings for a method that drafts k tokens in k steps
+    of one token each."""
     return lambda k: sglang_block(algorithm)(k) | {"num-steps": k, "eagle-topk": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class MethodChoice:
-    """A method of proposing tokens. what: a short description for the recipe reference.
-    weights_from: where its weights are: in the draft that the recipe names, in the target's own
-    files, or nowhere. to_vllm: makes vLLM's config; None if vLLM has no such method. to_sglang:
-    makes SGLang's settings; None if SGLang has no such method. form: how to recognise the method's
-    drafts; None if they are models of transformers' own classes. code: a plugin's
-    `methods.Method`."""
+    """A method of proposing tokens.
+
+    what: a short description for the recipe reference.
+    weights_from: where the method's weights are: `draft`, in the draft that the recipe names;
+        `target`, in the target's own files; `none`, it has no weights.
+    to_vllm: makes vLLM's config; None if vLLM has no such method.
+    to_sglang: makes SGLang's settings; None if SGLang has no such method.
+    form: how to recognise the method's drafts; None if they are models of transformers' own
+        classes.
+    code: a plugin's `methods.Method`; None for a built-in method.
+    """
 
     what: str = ""
     weights_from: WeightsFrom = "none"
@@ -99,10 +106,15 @@ def fp8_flags(weights: object, cache: object) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class RuleChoice:
-    """An acceptance rule. what: a short description for the recipe reference. is_given: whether
-    acceptance rates come from the recipe, as in synthetic acceptance, and not from the target's
-    probabilities. check: raises `PydanticCustomError` if this rule's keys contradict each other or
-    k. code: a plugin's `acceptance.Rule`."""
+    """An acceptance rule.
+
+    what: a short description for the recipe reference.
+    is_given: whether acceptance rates come from the recipe, as in synthetic acceptance, and not
+        from the target's probabilities.
+    check: raises `PydanticCustomError` if this rule's keys in the recipe contradict each other or
+        k; None if they cannot.
+    code: a plugin's `acceptance.Rule`; None for a built-in rule.
+    """
 
     what: str = ""
     is_given: bool = False
@@ -112,8 +124,11 @@ class RuleChoice:
 
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
-    """A length policy. what: a short description for the recipe reference. code: makes a plugin's
-    policy from the recipe's `speculation`.
+    """A length policy.
+
+    what: a short description for the recipe reference.
+    code: a function that makes a plugin's policy from the recipe's `speculation`; None for a
+        built-in policy.
     """
 
     what: str = ""

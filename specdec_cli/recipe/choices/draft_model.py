@@ -1,4 +1,4 @@
-"""The method that drafts with a smaller model: its settings in vLLM and SGLang."""
+"""Describes the method that drafts with a smaller model, and its settings in vLLM and SGLang."""
 
 from specdec_cli.recipe.choices.base import MethodChoice, drafted, sglang_steps
 

@@ -65,8 +65,8 @@ def first_seen(signs: tuple[Sign, ...], config: Mapping[str, Any]) -> str | None
 
 
 def speculator(*names: str, others: bool = False) -> tuple[Sign, ...]:
-    """Return the signs of a config from the speculators library whose kind is one of `names`. With
-    `others`, its kind is any other."""
+    """Return the signs that a config is from the speculators library and that its kind is one of
+    `names`. With `others`, return the signs that its kind is none of `names`."""
 
     def counts(value: Any) -> bool:
         return value is not None and (value in names) != others

@@ -9,7 +9,7 @@ from specdec_cli.recipe.fields import Section, entry
 
 
 class MtpKeys(Section):
-    """Keys for conventions of MTP modules that tools interpret differently."""
+    """Keys for details of MTP modules that inference tools handle differently."""
 
     mtp_fed_back: Literal["normed", "raw"] = entry(
         "normed",
