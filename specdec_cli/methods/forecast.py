@@ -221,7 +221,8 @@ class _Replay:
             texts=how.at(state) if (how := self.teacher.processors) is not None else None,
         )
         found = self.proposer.propose(state, draft)
-        # The next round in the text's own blocks overwrites what this round's proposals left there.
+        # Scoring fed the target up to k tokens past `begun`. The next group of rounds scores from
+        # there on, so these tokens are fed to it again.
         self.fed = min(self.fed, self.begun)
         same, lens = found.token_ids == draft.written, found.lens.tolist()
         is_drawn, chances = draft.num_drawn > 0, same.float()
