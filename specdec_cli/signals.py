@@ -8,11 +8,11 @@ from types import FrameType
 
 from specdec_cli.errors import ExitCode
 
-# A signal that comes this soon after another is the same request: a second Ctrl-C, or a signal to
-# the whole process group.
+# Signals within this many seconds of each other count as one request to stop. For example, a user
+# presses Ctrl-C twice, or a process gets a signal both directly and as one of its process group.
 _SAME_REQUEST_S = 5.0
 
-# Python's default handlers. Handlers set by nohup or a caller are kept.
+# Python's default handlers. Only these are replaced: handlers set by nohup or a caller stay.
 _USUAL: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal.Handlers] = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
@@ -22,13 +22,15 @@ _USUAL: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal.
 
 @contextlib.contextmanager
 def signals(*, is_last: bool) -> Iterator[list[signal.Signals]]:
-    """During the block, raise an exception on SIGINT, SIGTERM and SIGHUP, so that the command ends
-    with its clean-up.
+    """Raise an exception in the block on SIGINT, SIGTERM or SIGHUP, so that the command cleans up
+    before it ends. Yield the list of signals received so far.
 
-    A signal soon after another is ignored, because it would interrupt the clean-up. A later signal
-    raises again, because the clean-up may hang, or the first exception may be lost in a `__del__`.
-    is_last: whether the process ends after this block; if so, and a signal came, later signals are
-    ignored. Yields the list of signals received so far.
+    A second signal within `_SAME_REQUEST_S` is ignored, so that it does not interrupt the clean-up.
+    A later one raises an exception again, because the clean-up may hang, or Python may have
+    swallowed the first exception (it does so in a `__del__`).
+
+    is_last: whether the process ends after this block. If it does and a signal came, further
+        signals are ignored after the block.
     """
     taken: list[signal.Signals] = []
     asked: list[signal.Signals] = []
@@ -43,7 +45,8 @@ def signals(*, is_last: bool) -> Iterator[list[signal.Signals]]:
         is_interrupt = signum == signal.SIGINT
         raise KeyboardInterrupt if is_interrupt else SystemExit(int(ExitCode.SIGTERM))
 
-    # ValueError: only the main thread can set handlers, and only it receives signals.
+    # Outside the main thread, setting a handler raises `ValueError`. It is ignored, because only
+    # the main thread receives signals.
     with contextlib.suppress(ValueError):
         for number, usual in _USUAL.items():
             if signal.getsignal(number) == usual:

@@ -1,6 +1,6 @@
-"""Escapes text from outside for terminals, and shortens messages and values.
+"""Makes untrusted text safe for terminals, and shortens messages and values.
 
-Printing is left to the callers.
+The callers print the results.
 """
 
 import json
@@ -23,14 +23,15 @@ def inert(text: str) -> str:
 
 
 def inert_json(document: str) -> str:
-    """Replace harmful characters of a JSON document by JSON escapes. Its value stays the same."""
-    # In JSON, such characters occur only inside strings.
+    """Replace harmful characters of a JSON document by JSON escapes. The document still parses to
+    the same value."""
+    # In JSON, such characters can occur only inside strings, where escapes are allowed.
     return _HARMFUL.sub(lambda match: f"\\u{ord(match[0]):04x}", document)
 
 
 def one_line(text: str) -> str:
-    """Make a name, such as a key, fit for a message: only printable characters, and at most 80 of
-    them."""
+    """Make a name, such as a key, safe to put into a message: escape characters that are not
+    printable, and cut it to 80 characters."""
     shown = "".join(char if char.isprintable() else _escape(char) for char in text[:80])
     return shown if len(text) <= 80 else f"{shown}…"
 
@@ -97,17 +98,17 @@ def parse_bytes(text: str) -> int:
 
 
 def digest(value: Any) -> str:
-    """Compute a short hash of a value as JSON. The order of keys does not matter.
+    """Convert a value to JSON and compute a short hash of it. The order of keys does not matter.
 
     Run folders contain such hashes, so the computation must not change.
     """
-    import hashlib  # imported here, because --help does not need it
+    import hashlib  # imported here, so that --help does not load it
 
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def is_unicode(text: str) -> bool:
-    """Return True if a text can be encoded as UTF-8, so that it contains no lone surrogate."""
+    """Return True if a text can be encoded as UTF-8, that is, if it contains no lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:

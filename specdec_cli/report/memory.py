@@ -13,8 +13,9 @@ _GIB = 2**30
 
 
 def write_memory_picture(document: Mapping[str, Any], file: Path) -> None:
-    """Draw a document of `profile-blocks --json` and write it as PNG.
+    """Draw a memory profile and write it to `file` as PNG.
 
+    document: the JSON document that `profile-blocks --json` prints.
     Raises `ImportError` without matplotlib, `SetupError` if the file cannot be written.
     """
     without_display()

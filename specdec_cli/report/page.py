@@ -1,8 +1,8 @@
-"""Writes a report as one self-contained HTML page, without scripts or links, that contains its
-plots.
+"""Writes a report as one self-contained HTML page, which includes its plots and has no scripts or
+links.
 
-The template engine escapes everything from the folder; only the plots, which the report draws, are
-inserted as they are.
+The template engine escapes all values that come from the run folder. Only the plots are inserted
+unescaped, because the report draws them itself.
 """
 
 import json
@@ -17,7 +17,7 @@ from specdec_cli.report.plots import Plot
 from specdec_cli.text import inert
 
 _MOST_ROWS = 12  # a table with more rows is folded
-# The sections in order, each with its heading and the names of its plot and table.
+# The sections in page order: (heading, name of the plot, name of the table).
 SECTIONS = (
     ("The best draft TP", "speeds", "degrees"),
     ("Speed", "speedup", "results"),
@@ -37,9 +37,14 @@ SECTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A section of a page. picture: the name of its plot. conclusion: what the section shows, in a
-    sentence. is_folded: whether the table is folded, because it is long or because the plot is
-    enough."""
+    """One section of the page.
+
+    picture: the name of its plot.
+    conclusion: one sentence that says what the section shows.
+    table: None if the section has only a plot.
+    is_folded: whether the table is folded at first, because it is long or because the plot is
+        enough.
+    """
 
     title: str
     picture: str
@@ -49,7 +54,7 @@ class Part:
 
 
 def page(content: Content, plots: Sequence[Plot]) -> str:
-    """Return the page's text."""
+    """Render a report as an HTML page, and return the HTML."""
     return rendered(
         "page.html.j2",
         content=content,
@@ -60,7 +65,8 @@ def page(content: Content, plots: Sequence[Plot]) -> str:
 
 
 def parts(content: Content, plots: Sequence[Plot]) -> list[Part]:
-    """Return the sections that have a plot or rows."""
+    """Return the sections to show: those that have a plot or a table with rows. The table of
+    results is shown even without rows."""
     drawn, found = {plot.name for plot in plots}, []
     for title, picture, name in SECTIONS:
         table = content.tables.get(name)
@@ -75,7 +81,7 @@ def parts(content: Content, plots: Sequence[Plot]) -> list[Part]:
 
 
 def rendered(template: str, **values: Any) -> str:
-    """Fill in a template of this folder."""
+    """Render a Jinja template from this folder with the given values, and return the HTML."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -88,6 +94,6 @@ def rendered(template: str, **values: Any) -> str:
     )
     engine.filters["inert"] = lambda value: inert(str(value))
     engine.filters["pretty"] = lambda value: json.dumps(value, indent=2, ensure_ascii=False)
-    engine.filters["drawn"] = Markup  # text in plots was escaped when they were drawn
+    engine.filters["drawn"] = Markup  # the text was escaped when the plot was drawn
     engine.globals["is_text"] = is_text
     return engine.get_template(template).render(**values)

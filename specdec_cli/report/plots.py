@@ -28,9 +28,12 @@ from specdec_cli.report.drawings.rows import draw_categories, draw_comparisons
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A drawn plot. about: its content in words. conclusion: the conclusion that it shows, or "".
-    svg: an element for a page, or empty. files: the plot's bytes in each requested format of
-    `PICTURES`.
+    """A drawn plot.
+
+    about: a sentence that says what the plot shows.
+    conclusion: a sentence that says what follows from it; "" if there is none.
+    svg: an SVG element to put into an HTML page; "" if none was requested.
+    files: the file contents, by format; the formats are those of `PICTURES` that were requested.
     """
 
     name: str
@@ -41,7 +44,7 @@ class Plot:
 
     @property
     def caption(self) -> str:
-        """The plot's content and conclusion, also used as the image's alternative text."""
+        """The description followed by the conclusion. It is also the image's alternative text."""
         return f"{self.about} {self.conclusion}".rstrip()
 
 
@@ -78,7 +81,7 @@ def drawing(
         return Plot(name, about, conclusion, shown, files)
 
 
-# Each plot's content in words, and the function that draws it.
+# For each plot: a sentence that describes it, and the function that draws it.
 _DRAWINGS: Mapping[str, tuple[str, Callable[..., bool]]] = {
     "speedup": (
         "Speed-up over plain decoding by {axis}, with 95 % intervals; a ring marks the "
@@ -137,8 +140,11 @@ _DRAWINGS: Mapping[str, tuple[str, Callable[..., bool]]] = {
 def plots(
     content: Content, pictures: Collection[str] = ("png",), *, svg: bool = True
 ) -> list[Plot]:
-    """Draw all plots for which the run has data. Raises `SetupError` without matplotlib. pictures:
-    the formats of files. svg: whether to draw for a page too."""
+    """Draw every plot for which the run has data. Raises `SetupError` without matplotlib.
+
+    pictures: the file formats to draw each plot in.
+    svg: whether to draw each plot as an SVG element for an HTML page as well.
+    """
     names = {"axis": axis_of(content.run), "point": content.category_point}
     found = [
         drawing(

@@ -1,7 +1,7 @@
-"""Compares several runs side by side: paired figures on the prompts that they share, and
-differences between their recipes and environments.
+"""Compares several runs side by side. Speeds are compared on the prompts that the runs share, and
+the recipes and environments on the keys that differ.
 
-HTML and plots are made elsewhere.
+This module computes the figures and tables; other modules write the HTML and draw the plots.
 """
 
 from collections import defaultdict
@@ -29,8 +29,14 @@ _SETTING = ("draft", "target_tp", "draft_tp", "k")
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A point of a run to show: an arm's fastest point, or plain decoding. samples: the point's
-    samples, by prompt. is_best: whether it is the run's fastest point at its batch size."""
+    """A point of a run to show: plain decoding, or the fastest point of an arm. An arm is one draft
+    model or other proposer, measured at several k.
+
+    run: the run's name.
+    setting: the point's settings as text.
+    samples: the point's samples, by prompt.
+    is_best: whether this is the run's fastest point at its batch size.
+    """
 
     run: str
     arm: str
@@ -41,8 +47,10 @@ class Shown:
 
 
 class Ratio(SpeedRatio):
-    """One point's speed divided by another's, on their common prompts. num_diverging: the number of
-    texts that differ."""
+    """One point's speed divided by another's, on the prompts that both have.
+
+    num_diverging: for how many of these prompts the two output texts differ.
+    """
 
     num_diverging: int
 
@@ -59,11 +67,17 @@ class Ratio(SpeedRatio):
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Runs side by side. names: the names of the runs. shown: their points. pairs: the fastest
-    points of each pair of runs at one batch size, the faster one first, with the ratio of their
-    speeds. differences: the keys of recipe and environment that differ, with a value for each run.
-    by_engine: points at the same k and batch size from several runs, if any is from a server, each
-    with its speed relative to the first of them."""
+    """The comparison of several runs.
+
+    names: the runs' names.
+    shown: the points to show, of all runs.
+    pairs: for each batch size and each two runs, the fastest point of each run, the faster of the
+        two first, and the ratio of their speeds. The ratio is None if they share no prompts.
+    differences: the keys of recipes and environments whose values differ, each with one value per
+        run.
+    by_engine: points of several runs at the same k and batch size, each with its speed relative to
+        the first of them. It is empty unless a run was measured on a server.
+    """
 
     names: Sequence[str]
     runs: Sequence[ReportedRun]
@@ -73,8 +87,9 @@ class SideBySide:
     by_engine: Sequence[tuple[Shown, Ratio | None]] = ()
 
     def against_first(self, one: Shown) -> Ratio | None:
-        """Return the ratio of a point to the first run's point with the same arm and batch size;
-        None if there is no such point."""
+        """Divide a point's speed by that of the first run's point with the same arm and batch size.
+        If each run has only one arm, the arms may have different names. Return None if there is
+        no such point, or if the point belongs to the first run."""
         level = one.point.level
         same = [s for s in self.shown if s.run == self.names[0] and s.point.level == level]
         same = [s for s in same if s.point.is_baseline == one.point.is_baseline]
@@ -89,7 +104,7 @@ class SideBySide:
 
     @property
     def answers(self) -> list[str]:
-        """Return a sentence for each pair of runs at each batch size."""
+        """One sentence for each two runs at each batch size, which says which is faster."""
         found = []
         for one, other, ratio in self.pairs:
             at = one.point.level_in_words
@@ -198,9 +213,10 @@ def side_by_side(folders: Sequence[Path]) -> SideBySide:
 def _by_engine(
     names: Sequence[str], runs: Sequence[ReportedRun]
 ) -> list[tuple[Shown, Ratio | None]]:
-    """Group points of several runs by k and batch size, if one of the runs is from a server. Each
-    point is restricted to its group's common prompts, and has its ratio to the group's first
-    point."""
+    """Group the points of all runs by batch size and k, and keep groups that cover several runs, at
+    least one of them from a server. Keep only the samples of the prompts that the whole group
+    shares. Return each point with its speed relative to the group's first point; None for the
+    first point."""
     found: dict[tuple[tuple[float, int], int], list[Shown]] = defaultdict(list)
     for name, run in zip(names, runs, strict=True):
         samples = _samples(run)
@@ -236,7 +252,7 @@ def ratio_of(one: Shown, other: Shown) -> Ratio | None:
     ours, theirs = ([of[p] for p in common] for of in (one.samples, other.samples))
     found = stats.measured_speed(ours).over(stats.measured_speed(theirs))
     pairs = zip(ours, theirs, strict=True)
-    # Compare texts up to the shorter length, since runs may have different limits.
+    # Compare only up to the shorter text, since the runs may limit the length differently.
     parted = (any(map(ne, a.token_ids, b.token_ids)) for a, b in pairs)
     return Ratio(num_prompts=len(common), **figures_of(found, _SEED), num_diverging=sum(parted))
 
@@ -250,7 +266,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _shown(name: str, run: ReportedRun) -> list[Shown]:
-    """Return plain decoding and each arm's fastest point, by batch size."""
+    """Return, for each batch size, the points of plain decoding and of each arm's fastest k."""
     samples = _samples(run)
     found = []
     for level in sorted({p.level for p in run.points}):
@@ -270,14 +286,17 @@ def _shown(name: str, run: ReportedRun) -> list[Shown]:
 
 
 def _is_valid(point: Point) -> bool:
-    """Whether a point was measured and its speed-up is possible."""
+    """Return whether a point was measured and its speed-up is credible: one larger than speculation
+    can reach shows that something disturbed the run."""
     return point.is_ok and point.impossible_speedup is None
 
 
 def _place(point: Point | Sample) -> tuple[Any, ...]:
-    # Samples of plain decoding come from every pair at a target TP.
+    # Plain decoding does not depend on the draft TP, so the samples from all draft TPs at one
+    # target TP form one point.
     draft_tp = None if point.k == 0 else point.draft_tp
-    # Plain decoding has no draft, and comparisons have only one.
+    # The draft identifies a point unless there is none (plain decoding) or only one (a comparison
+    # of TP degrees).
     draft = point.draft if point.k and point.target_tp is None else None
     return (draft, point.target_tp, draft_tp, point.batch_size, point.request_rate, point.k)
 
@@ -295,7 +314,7 @@ def _speed(point: Point) -> float:
 
 
 def _samples(run: ReportedRun) -> dict[tuple[Any, ...], dict[Prompt, Sample]]:
-    """Read the samples without errors, by point and prompt."""
+    """Read the samples of prompts that ran without an error, by point and then by prompt."""
     found: dict[tuple[Any, ...], dict[Prompt, Sample]] = defaultdict(dict)
     counts: dict[tuple[Any, ...], dict[tuple[int, ...], set[int]]] = defaultdict(
         lambda: defaultdict(set)
@@ -350,7 +369,8 @@ def _side_by_side(whole: SideBySide) -> Table:
 
 
 def _length_in_text(one: Shown) -> float | None:
-    """Tokens per round as our own engine counts them, over the point's samples."""
+    """Return the tokens per round over a point's samples. A server's rounds are counted as our own
+    engine would count them; None if the rounds are not known."""
     if one.point.is_baseline:
         return one.point.number("mean_acceptance_length")
     counted = in_text(one.samples.values())

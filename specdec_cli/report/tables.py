@@ -1,5 +1,5 @@
-"""Makes the tables of a report, which are the same for HTML, markdown and LaTeX. A table without
-rows is not shown."""
+"""Makes the tables of a report. The HTML, markdown and LaTeX reports show the same tables, and
+leave out those without rows."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -49,7 +49,8 @@ def results(run: ReportedRun, bests: Sequence[Finding]) -> Table:
 
 
 def load(run: ReportedRun, bests: Sequence[Finding]) -> Table:
-    """Make the table of points at request rates; no rows without such points."""
+    """Make the table of the points that were measured at a request rate. The table has no rows if
+    there are no such points."""
     points = [p for p in run.points if p.load is not None]
     best = {id(b.point) for b in bests if b.point is not None and not b.is_open}
     strong = frozenset(i for i, p in enumerate(points) if id(p) in best)
@@ -61,7 +62,8 @@ def load(run: ReportedRun, bests: Sequence[Finding]) -> Table:
 
 
 def break_even(run: ReportedRun) -> Table:
-    """Make the table of the acceptance at which each point is as fast as plain decoding."""
+    """Make the table that shows, for each point, the acceptance at which it would be exactly as
+    fast as plain decoding."""
     points = [p for p in run.points if p.break_even is not None]
     cells = [
         Cell("tokens a round, all rounds", tokens_over_all_rounds, "", 2),
@@ -94,8 +96,8 @@ def _needed(rate: float | None) -> Value:
 
 
 def tokens_over_all_rounds(point: Point) -> float | None:
-    """Return the measured tokens per round over all rounds or, without them, those implied by the
-    predicted speed-up."""
+    """Return a point's tokens per round, averaged over all rounds: as measured, or, if it was not
+    measured, as implied by the predicted speed-up. Return None if neither is known."""
     found = point.number("tokens_per_round")
     if found is not None or point.break_even is None or point.predicted_speedup is None:
         return found
@@ -103,8 +105,8 @@ def tokens_over_all_rounds(point: Point) -> float | None:
 
 
 def degrees(run: ReportedRun) -> Table:
-    """Make the table of the best draft TP for each target TP, as the run recorded it, with the
-    deciding stage."""
+    """Make the table of the best draft TP for each target TP, as the run recorded it. It also names
+    the stage in which the best draft TP saves the most time over the next best."""
     rows = [
         (target, size, best)
         for target, row in run.summary.best_by_target_tp.items()
@@ -129,7 +131,7 @@ def degrees(run: ReportedRun) -> Table:
 
 
 def times_of_a_round(run: ReportedRun) -> Table:
-    """Make the table of a round's time by stage."""
+    """Make the table of the mean time of a round, split by stage."""
     cells = [cell.TIMES[stage] for stage in stages_in(p.metrics for p in run.points)]
     cells += [replace(cell.TIMES["round"], interval=lambda p: p.round_ms_ci), cell.PREFILL]
     if counts_experts(run):
@@ -144,7 +146,8 @@ def counts_experts(run: ReportedRun) -> bool:
 
 
 def latencies(run: ReportedRun) -> Table:
-    """Make the table of the time to the first token and per token after it, over prompts."""
+    """Make the table of latencies: percentiles, over prompts, of the time to the first token and of
+    the time per token after it."""
     note = "Percentiles over prompts: to the first token (TTFT), and per token after it (TPOT)."
     return by_point(
         ("latencies", "Latency", note), run, [p for p in run.points if p.is_ok], cell.LATENCIES
@@ -152,7 +155,7 @@ def latencies(run: ReportedRun) -> Table:
 
 
 def predictions(run: ReportedRun) -> Table:
-    """Make the table of predicted and measured speed-ups."""
+    """Make the table that compares predicted with measured speed-ups."""
     points = [p for p in run.points if not p.is_baseline and p.predicted_speedup is not None]
     cells = [
         replace(
@@ -185,8 +188,12 @@ def _method(points: Sequence[Point]) -> str:
 
 
 def categories(run: ReportedRun, point: Point | None, best: Finding | None = None) -> Table:
-    """Make the table of one point's figures by category of prompt. best: the finding at the point's
-    batch size, with the run's own recommendation for each category."""
+    """Make the table of one point's figures for each category of prompts.
+
+    point: the point; the table has no rows if it is None.
+    best: the finding at the point's batch size. If it has recommendations by category, the table
+        shows them too.
+    """
     own = best.by_category if best is not None else {}
     rows = sorted(
         point.per_category.items() if point is not None else (),
@@ -215,7 +222,8 @@ _OF_CATEGORIES = (cell.PROMPTS, cell.LENGTH, cell.ACCEPTED, cell.SPEED, cell.SPE
 
 
 def _of_category(one: Cell) -> list[Cell]:
-    """Return the cells of a figure for rows of (category, figures of the category)."""
+    """Make the columns for one figure: its value and, if it has one, its 95 % interval. Each row of
+    the table is a tuple (category, figures of the category)."""
     found = [Cell(one.title, lambda row: one.of(row[1]), one.unit, one.digits)]
     if (ends := one.interval) is not None:
         found.append(Cell("95 % interval", lambda row: span_of(row[1], ends(row[1]))))
@@ -223,8 +231,8 @@ def _of_category(one: Cell) -> list[Cell]:
 
 
 def _advice(run: ReportedRun, one: Best | None) -> str | None:
-    """Return the recommendation for a category, or "inconclusive" with few prompts or disturbed
-    times."""
+    """Return the point recommended for a category, or "inconclusive" if there were too few prompts
+    or the timings were disturbed."""
     is_open = one is not None and one.verdict == "inconclusive"
     return "inconclusive" if is_open else _named(run, one)
 
@@ -240,21 +248,23 @@ def _named(run: ReportedRun, one: Best | Fastest | None) -> str | None:
 
 
 def comparisons(run: ReportedRun) -> Table:
-    """Make the table of comparisons of arms; no rows without several drafts."""
+    """Make the table that compares arms (drafts, each at its fastest k) with one another. The table
+    has no rows unless the run has several drafts."""
     note = "Each draft at its fastest k, the faster one first; speeds over the same prompts."
     rows = [(one, "", one) for one in _pairs_of_drafts(run)]
     return _pairs_table(run, ("comparisons", "Arm against arm", note), rows)
 
 
 def category_pairs(run: ReportedRun) -> Table:
-    """Make the table of comparisons by category of prompt; no rows without several drafts."""
+    """Make the table that compares drafts with one another for each category of prompts. The table
+    has no rows unless the run has several drafts."""
     rows = [(one, *part) for one in _pairs_of_drafts(run) for part in one.per_category.items()]
     note = "Each at 95 %: of many such comparisons one in twenty differs by chance."
     return _pairs_table(run, ("category_pairs", "Arm against arm, by category", note), rows)
 
 
 def _pairs_of_drafts(run: ReportedRun) -> Sequence[Comparison]:
-    """Return the comparisons if the run has several drafts; otherwise none."""
+    """Return the run's comparisons if it has several drafts; otherwise return no comparisons."""
     drafts = {side.draft for one in run.comparisons for side in (one.arm, one.against)} - {None}
     return run.comparisons if len(drafts) > 1 else ()
 
@@ -293,7 +303,8 @@ _NOTE = (
 
 
 def first_tokens(run: ReportedRun) -> Table:
-    """Make the table of the parts of the time to the first token, for points that recorded them."""
+    """Make the table that splits the time to the first token into its parts, for points that
+    recorded the parts."""
     points = [p for p in run.points if p.metrics is not None and p.metrics.ttft_parts_ms]
     cells = [
         Cell("first token", number("ttft_ms", "mean"), "ms", 1),

@@ -1,7 +1,8 @@
-"""Makes the recommendation for deployment: vLLM's `speculative_config`, its restrictions, and
-SGLang's command.
+"""Writes the recommended setting as a vLLM `speculative_config` and an SGLang command, with notes
+on what could not be expressed.
 
-The names follow vLLM 0.26 to 0.33 (`vllm/config/speculative.py`). This module runs nothing.
+The option names are those of vLLM 0.26 to 0.33 (`vllm/config/speculative.py`). This module only
+writes commands; it does not run them.
 """
 
 import json
@@ -21,14 +22,18 @@ from specdec_cli.report.folder import ReportedRun
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """The recommendation for vLLM.
+    """The commands and configs that deploy the recommended setting.
 
-    speculative_config: the value of vLLM's option; None for no speculation. rehearsal: the config
-    with synthetic acceptance at the measured rates, to time vLLM itself. command: the command that
-    starts a vLLM server. recommendation: the report's answer for each batch size, with the
-    recommended point, the fastest point and tied points. sglang_command: the command that starts an
-    SGLang server; None if SGLang lacks the method. places: notes on models that servers cannot find
-    under the names used here; `notes` includes them.
+    speculative_config: the value of vLLM's option; None for no speculation.
+    rehearsal: the same config with synthetic acceptance at the measured rates, so that vLLM itself
+        can be timed; None if the rates are not known.
+    command: the command that starts a vLLM server.
+    notes: remarks for the user on the config and its limits.
+    recommendation: the report's answer for each batch size, which names the recommended point, the
+        fastest point and the points tied with it.
+    sglang_command: the command that starts an SGLang server; None if SGLang lacks the method.
+    places: those of `notes` that tell the user to replace a model's name in the command, because a
+        server could not load the model under that name.
     """
 
     speculative_config: dict[str, Any] | None
@@ -41,8 +46,9 @@ class Deployment:
 
 
 def _in_place_of(run: ReportedRun, bests: Sequence[Finding], command: str) -> list[str]:
-    """Return notes on the models in `command` that a server cannot find under the names used
-    here."""
+    """Return a note for each model in `command` that a server cannot load under its name: a model
+    in an installed package, a bundled model or a GGUF file. The note says what to put in its
+    place."""
     drafts = [b.point.draft for b in bests if b.point is not None and not b.point.is_baseline]
     names = [run.setting("target", "model"), run.setting("draft", "model"), *drafts]
     notes = []
@@ -70,8 +76,9 @@ def _in_place_of(run: ReportedRun, bests: Sequence[Finding], command: str) -> li
 
 
 def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
-    """Make the recommendation for the best point, with a schedule if the best k changes with batch
-    size; None without a point."""
+    """Write the configs and commands for the best points. If the best k depends on the batch size,
+    the vLLM config contains a schedule of k. Return None if no batch size has a best point or an
+    inconclusive verdict."""
     found = [b for b in bests if b.point is not None or b.is_open]
     if not found:
         return None
@@ -108,7 +115,8 @@ def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
             note = f"No recommendation: {' '.join(undecided)}"
         plain = next((b.point for b in decided), None)
         return deployed(None, plain, [note], sglang=_sglang(run, target, plain))
-    # vLLM runs only one draft. Choose that of the smallest batch size, where speculation pays most.
+    # vLLM runs only one draft. Choose the one that is best at the smallest batch size, because
+    # speculation pays most there.
     chosen = speculating[0]
     largest = max((p for p in speculating if p.draft == chosen.draft), key=lambda point: point.k)
     config, notes = _config(run, largest)
@@ -137,7 +145,7 @@ def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
 
 
 def _method(run: ReportedRun, point: Point) -> str:
-    """The method of a point."""
+    """Return the name of the speculation method that a point uses."""
     return str(point.draft if without_draft(point.draft) else run.method_of(point.draft))
 
 
@@ -177,8 +185,8 @@ def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any] | None, list
 
 
 def _schedule(bests: Sequence[Finding], draft: str | None) -> list[list[int]]:
-    """Return the schedule as [first batch size, last batch size, k] in order; empty if k is
-    constant."""
+    """Return the schedule of k as [first batch size, last batch size, k], in order. It is empty if
+    k is the same at all batch sizes, or if requests arrived at a rate."""
     ks = [
         (best.point.batch_size, best.point.k)
         for best in bests
@@ -195,10 +203,11 @@ def _schedule(bests: Sequence[Finding], draft: str | None) -> list[list[int]]:
 
 
 def _rehearsal(config: dict[str, Any], point: Point) -> dict[str, Any] | None:
-    """Return the config with synthetic acceptance. vLLM needs k marginal rates, none of which
-    exceeds the rate before it.
+    """Return the config with synthetic acceptance, or None if the rates are not known.
 
-    A predicted point has no rates, so its mean length is used.
+    vLLM needs k marginal rates that never increase with the position, so each measured rate is
+    capped at the lowest rate before it. A predicted point has no rates, so its mean acceptance
+    length is used instead.
     """
     found = {**config, "rejection_sample_method": "synthetic"}
     if point.is_predicted:
@@ -214,8 +223,10 @@ def _rehearsal(config: dict[str, Any], point: Point) -> dict[str, Any] | None:
 
 
 def _flags(run: ReportedRun, point: Point | None, size: str) -> list[str]:
-    """Return the flags for tensor parallelism, fp8 weights and an fp8 cache. size: the name of the
-    flag for the number of GPUs."""
+    """Return the server flags for tensor parallelism, fp8 weights and an fp8 cache.
+
+    size: the name of the server's flag for the tensor-parallel size.
+    """
     tp = (point.target_tp if point else None) or run.setting("target", "tensor_parallel_size")
     flags = [size, str(tp)] if isinstance(tp, int) and tp > 1 else []
     in_fp8 = fp8_flags(run.setting("target", "weights"), run.setting("cache", "dtype"))

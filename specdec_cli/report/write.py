@@ -26,8 +26,11 @@ _FOLDER = "plots"
 
 
 def write_report(content: Content, folder: Path, formats: Collection[str]) -> list[Path]:
-    """Write the requested formats into a folder. Returns the files in order. Raises `SetupError` if
-    the folder cannot be written, or if plots are requested and matplotlib is missing.
+    """Write a report in the requested formats into a folder. Return the paths of the files, in the
+    order in which they were written.
+
+    Raises `SetupError` if the folder cannot be written, or if plots are requested and matplotlib is
+    missing.
     """
     drawn = []
     pictures = [form for form in PICTURES if form in formats]
@@ -49,8 +52,8 @@ def write_report(content: Content, folder: Path, formats: Collection[str]) -> li
 
 
 def write_runs(whole: SideBySide, folder: Path, formats: Collection[str]) -> list[Path]:
-    """Write a report on several runs into a folder. Returns the files in order. Raises the errors
-    of `write_report`."""
+    """Write a report that compares several runs into a folder. Return the paths of the files, in
+    the order in which they were written. Raises the errors of `write_report`."""
     plot = None
     pictures = [form for form in PICTURES if form in formats]
     if pictures or "html" in formats:
@@ -78,7 +81,7 @@ def write_runs(whole: SideBySide, folder: Path, formats: Collection[str]) -> lis
 
 
 def _written(folder: Path, files: Mapping[str, str], drawn: Sequence[Plot]) -> list[Path]:
-    """Write texts and pictures. Returns the files in order."""
+    """Write the text files and the plots into the folder. Return their paths in that order."""
     found = {name: _encoded(text) for name, text in files.items()}
     for plot in drawn:
         found |= {f"{_FOLDER}/{plot.name}.{form}": data for form, data in plot.files.items()}

@@ -1,6 +1,8 @@
-"""Shows a memory profile on the terminal: a table by rank, bars, and conclusions.
+"""Shows a memory profile on the terminal: a table with a column per rank, a bar per rank, and
+conclusions.
 
-Reads the document of `profile-blocks --json` and computes only the parts of bars.
+All figures come from the document of `profile-blocks --json`; only the lengths in the bars are
+computed here.
 """
 
 import sys
@@ -15,8 +17,8 @@ from specdec_cli.text import inert
 
 Document = Mapping[str, Any]
 
-# The parts of a rank's memory: the name, the letter for terminals without colours, the colour
-# (Okabe and Ito's), and the name of the part's bytes in a rank's record.
+# The parts of a rank's memory: the name, the letter that stands for it on terminals without
+# colours, the colour (from Okabe and Ito's palette), and the key of its bytes in a rank's record.
 PARTS = (
     ("target weights", "T", "#0072b2", "target_weight_bytes"),
     ("draft weights", "D", "#e69f00", "draft_weight_bytes"),
@@ -41,8 +43,8 @@ def parts(rank: Document, num_blocks: int) -> dict[str, int]:
 
 
 def cells(sizes: Mapping[str, int], width: int) -> dict[str, int]:
-    """Return how many cells of a bar each part gets, in proportion to its size. A part of at least
-    a tenth of a cell gets one whole cell."""
+    """Return how many character cells of a bar each part gets, in proportion to its size. A part
+    that would fill at least a tenth of a cell gets at least one."""
     total = sum(sizes.values())
     found = {
         name: max(round(width * size / total), int(10 * width * size >= total))
@@ -154,7 +156,7 @@ def _table(document: Document) -> Table:
     rows["total"] = [size(rank["total_bytes"]) for rank in ranks]
     table.add_column("", style="bold", no_wrap=True, min_width=max(map(len, rows)))
     for place, rank in enumerate(ranks):
-        # With many ranks, cells are wrapped instead of cut.
+        # If many ranks make the table too wide, cells are wrapped but words are not cut.
         least = max(len(word) for row in rows.values() for word in row[place].split())
         name = f"rank {rank['rank']} {inert(rank['device'])}"
         table.add_column(name, justify="right", min_width=least)

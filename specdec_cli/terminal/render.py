@@ -23,9 +23,9 @@ from specdec_cli.core.figures import TTFT_PARTS, Metrics, stages_in
 from specdec_cli.experiment.statistics.stats import among_rounds
 from specdec_cli.text import counted, inert
 
-_WORD = 20  # columns
-_WIDE = 1000  # columns for a table in a file, so that no row is folded
-_NO_LIMIT = 100_000  # columns
+_WORD = 20  # terminal columns that suffice for a word of a wrapped cell
+_WIDE = 1000  # terminal columns: output to a file is this wide, so that no row is folded
+_NO_LIMIT = 100_000  # terminal columns, to measure tables at their full width
 _NO_PROPOSALS = "no round had a proposal"
 ACCEPTED, PROMPT, HEADING = Style(color="green"), Style(dim=True), Style(bold=True)
 
@@ -52,10 +52,12 @@ def table_within(
     names: Sequence[str] = (),
     long: Sequence[str] = (),
 ) -> Table:
-    """Make a table of the given columns, by heading.
+    """Make a table that fits into `width` if enough columns can be left out.
 
-    spare: columns that may be left out to stay within `width`, in this order. names: columns that
-    are left-aligned and folded instead of cut. long: columns whose cells may take several lines.
+    columns: the cells of each column, by heading.
+    spare: the headings of columns that may be left out, the first to go first.
+    names: the headings of columns that are left-aligned, and folded instead of cut.
+    long: the headings of columns whose cells may take several lines.
     """
     shown = dict(columns)
     for heading in spare:
@@ -87,7 +89,8 @@ def say(line: str, out: Console | None = None) -> None:
 
 
 def least_width(columns: Mapping[str, Sequence[str]], wrapped: Collection[str]) -> int:
-    """Return the smallest width at which nothing is cut. Wrapped columns need room for a word."""
+    """Return the smallest width at which nothing is cut. A column in `wrapped` needs only enough
+    room for a word."""
     widths = {name: max(map(cell_len, (name, *cells))) for name, cells in columns.items()}
     for name in widths.keys() & wrapped:
         widths[name] = min(widths[name], max(cell_len(name), _WORD))
@@ -108,8 +111,8 @@ def has_colour(stream: TextIO) -> bool:
 
 
 def progress_bar() -> Progress:
-    """Make a progress bar over prompts. It is shown on stderr if that is a terminal, or as part of
-    a `live_view`."""
+    """Make a progress bar over prompts, on stderr. It draws nothing if stderr is not a terminal. It
+    can also be part of a `live_view`, which then draws it."""
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -117,7 +120,7 @@ def progress_bar() -> Progress:
         TimeRemainingColumn(),
         console=console(sys.stderr),
         transient=True,
-        redirect_stdout=False,  # a redirection would send results to stderr
+        redirect_stdout=False,  # rich would move what is printed on stdout to stderr
         disable=not sys.stderr.isatty(),
     )
 
@@ -127,7 +130,7 @@ def live_view(render: Callable[[], RenderableType]) -> Live:
     return Live(
         console=console(sys.stderr),
         transient=True,
-        redirect_stdout=False,  # as for `progress_bar`
+        redirect_stdout=False,  # for the same reason as in `progress_bar`
         get_renderable=render,
         refresh_per_second=2,
     )
@@ -140,8 +143,11 @@ def summary_table(
     tinted: bool,
     remarks: Sequence[str] = (),
 ) -> Table:
-    """Make a small table of acceptance and times, with k = 0 if it was measured. tinted: whether
-    accepted tokens are tinted in the text above. remarks: notes on the text and the figures.
+    """Make a small table of acceptance and times.
+
+    baseline: the metrics at k = 0, to compare with; None if k = 0 was not measured.
+    tinted: whether the text printed above tints accepted tokens.
+    remarks: notes on the text and the figures.
     """
     table = plain_table(show_header=False)
     table.add_column(style="bold")
@@ -185,7 +191,8 @@ def summary_table(
 
 
 def first_token_parts(metrics: Metrics) -> str:
-    """List the mean parts of the time to the first token in words, without parts under 0.05 ms."""
+    """List the parts of the time to the first token with their means in ms, such as `first round
+    3.2`. Parts under 0.05 ms are left out."""
     parts = metrics.ttft_parts_ms or {}
     shown = [
         f"{what} {parts[name]:.1f}"
@@ -245,8 +252,8 @@ _LOOK_S = 1.0
 
 
 class Ticker:
-    """Prints the result of `text()` from a thread after every half minute without output, until
-    `close`."""
+    """Prints the result of `text()` whenever half a minute has passed without output. It runs in a
+    thread until `close`."""
 
     def __init__(self, text: Callable[[], str]) -> None:
         self._text = text
@@ -255,7 +262,7 @@ class Ticker:
         threading.Thread(target=self._run, daemon=True).start()
 
     def say(self, line: str) -> None:
-        """Print a line, and restart the half minute."""
+        """Print a line, and start the half minute anew."""
         self._last = time.monotonic()
         say(line)
 

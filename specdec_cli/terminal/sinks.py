@@ -1,4 +1,4 @@
-"""Sinks for outputs: the terminal, plain text, a progress bar and a run folder.
+"""Sinks, which receive a run's outputs: the terminal, plain text, a progress bar and a run folder.
 
 All sinks have the same methods.
 """
@@ -21,10 +21,11 @@ from specdec_cli.text import inert
 
 
 class Sink:
-    """Receives tokens as they arrive, then each answer and its output. Every method is optional."""
+    """Receives tokens as they are generated, then each finished answer and the output made from it.
+    Subclasses override only the methods they need."""
 
     def tokens(self, written: Written, *, is_last: bool) -> None:
-        """Receive some of a prompt's tokens; none if the prompt could not run."""
+        """Receive new tokens of one prompt; `written` has no tokens if the prompt could not run."""
 
     def answer(self, answer: Finished) -> None: ...
 
@@ -34,9 +35,9 @@ class Sink:
 
 
 class LiveText(Sink):
-    """Prints dimmed prompts and completions as they arrive, with accepted draft tokens tinted. It
-    is for a terminal and one sequence at a time. Lines are not wrapped, and tabs are kept.
-    """
+    """Prints each prompt, dimmed, and its completion while it is generated; accepted draft tokens
+    are tinted. It works only on a terminal and with one sequence at a time. Lines are not
+    wrapped, and tabs are kept."""
 
     def __init__(self, job: Job) -> None:
         self._tokenizer = job.plan.tokenizer
@@ -44,7 +45,7 @@ class LiveText(Sink):
         # Characters to hold back, because they may be the start of a stop string.
         self._hold = max((len(s) for s in job.plan.params.stop), default=1) - 1
         self._console = console(sys.stdout)
-        self._pending: list[tuple[str, bool]] = []  # characters, each with whether it was proposed
+        self._pending: list[tuple[str, bool]] = []  # (character, was it an accepted proposal)
         self._streams: dict[int, TextStream] = {}
         self._written: dict[int, str] = {}
         self._is_open = False  # whether a completion is in progress
@@ -72,7 +73,7 @@ class LiveText(Sink):
             self._written[index] += piece
             self._pending += ((character, place < written.num_accepted) for character in piece)
         if not is_last:
-            # The last token may extend past a stop string; `output` cuts it.
+            # The last tokens are left to `output`, which cuts what is past a stop string.
             self._flush(len(self._pending) - self._hold)
 
     def output(self, output: Output) -> None:
@@ -80,12 +81,12 @@ class LiveText(Sink):
             return  # nothing was printed: there is no text, or an earlier run wrote it
         whole = self._tokenizer.decode(output.token_ids)
         if whole.startswith(written := self._written[output.index]):
-            # Only bytes of an incomplete character are left.
+            # The rest comes from bytes that did not complete a character.
             self._pending += ((character, False) for character in whole[len(written) :])
         self._end(num_cut=len(whole) - len(output.text))
 
     def close(self) -> None:
-        if self._is_open:  # interrupted: the next message starts on a new line
+        if self._is_open:  # interrupted: end the line, so that the next message starts on a new one
             self._end(num_cut=0)
 
     def _end(self, num_cut: int) -> None:
@@ -140,7 +141,8 @@ class PromptProgress(Sink):
         self._task = self._bar.add_task("prompts", total=len(job.prompts))
 
     def tokens(self, written: Written, *, is_last: bool) -> None:
-        # Start the bar only now: from here on, `close` is certain to restore the cursor.
+        # Starting the bar hides the cursor, so start it only now: from here on, `close` is certain
+        # to be called, and it restores the cursor.
         self._bar.start()
 
     def output(self, output: Output) -> None:
@@ -199,12 +201,12 @@ class SampleFile(Sink):
 
 
 def shows_live_text(job: Job) -> bool:
-    """True if text is shown while it is written."""
+    """Return whether completions are printed while they are generated."""
     return sys.stdout.isatty() and job.plan.recipe.run.batch_size == 1
 
 
 def sinks_for(job: Job, folder: RunFolder | None, *, as_json: bool, quiet: bool) -> list[Sink]:
-    """Make the sinks of one run."""
+    """Make the sinks for one run."""
     sinks: list[Sink] = []
     is_live = not as_json and shows_live_text(job)
     bar = PromptProgress(job) if len(job.prompts) > 1 and not quiet and not is_live else None
@@ -222,10 +224,11 @@ def sinks_for(job: Job, folder: RunFolder | None, *, as_json: bool, quiet: bool)
 def collector(
     job: Job, sinks: list[Sink], earlier: Sequence[Output] = ()
 ) -> tuple[OnRound, Callable[[], list[Output]]]:
-    """Return a callback for `Session.run`, and a function that returns all outputs after the run.
+    """Return a callback for `Session.run`, and a function that returns all outputs after the run,
+    in prompt order.
 
-    Each answer becomes an output as soon as it arrives. earlier: outputs that the sinks receive
-    immediately.
+    The callback passes new tokens to the sinks, and each answer as soon as it is finished.
+    earlier: outputs of an earlier run of the same job, which the sinks receive at once.
     """
     prompts = {p.index: p for p in job.prompts}
     outputs: dict[int, Output] = {}

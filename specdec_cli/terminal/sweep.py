@@ -1,6 +1,6 @@
-"""Shows a sweep on the terminal: progress as lines or a live table, then the results.
+"""Shows a sweep on the terminal: its progress as lines or as a live table, then the results.
 
-`experiment.points` computes the results.
+The results themselves are computed in `experiment.points`.
 """
 
 import math
@@ -41,12 +41,15 @@ _DECIDING = {"draft", "requests/s", "batch", "k", "tokens a round", "tokens/s", 
 _MANY = "so many comparisons at 95 % each: one in twenty differs by chance"
 _NO_DRAFT = "–"
 _NO_SPECULATION = "no speculation"
-_LINE_EVERY = 0.1  # share of the samples between two lines of progress, without a terminal
+_LINE_EVERY = 0.1  # print the time left whenever this share of the samples is done
 
 
 class _Progress(Watcher):
-    """Prints a line for each finished point. unseen: returns the samples that other processes have
-    written since its last call."""
+    """Prints a line for each finished point.
+
+    unseen: a function that returns the samples that other processes have written since it was last
+        called.
+    """
 
     def __init__(self, total: int, unseen: Callable[[], Iterable[Sample]] = tuple) -> None:
         self._total = total
@@ -61,8 +64,8 @@ class _Progress(Watcher):
 
 
 class SweepLines(_Progress):
-    """Prints each point on stderr, the time left after every tenth of the samples, and a line after
-    every half minute without output."""
+    """Prints on stderr a line for each point, the time left after each tenth of the samples, and
+    the progress after half a minute without output."""
 
     def __init__(self, total: int, unseen: Callable[[], Iterable[Sample]] = tuple) -> None:
         super().__init__(total, unseen)
@@ -99,14 +102,14 @@ class SweepLines(_Progress):
 
 
 class SweepTable(_Progress):
-    """A live table and a progress bar with the time left, on a terminal."""
+    """Shows a live table and a progress bar with the time left; needs a terminal."""
 
     def __init__(self, total: int, unseen: Callable[[], Iterable[Sample]] = tuple) -> None:
         super().__init__(total, unseen)
         self._progress = render.progress_bar()
         self._task = self._progress.add_task("getting ready", total=total)
         self._samples: dict[Key, dict[int, Sample]] = defaultdict(dict)
-        self._shown: int | None = None  # batch size
+        self._shown: int | None = None  # the batch size that the table shows: the latest measured
         self._live = render.live_view(self._render)
 
     def begin(self, what: object) -> None:
@@ -129,7 +132,7 @@ class SweepTable(_Progress):
             self.sample(Key.of(sample), sample)
         shown = {
             key: dict(of)
-            for key, of in list(self._samples.items())  # copies, since another thread draws
+            for key, of in list(self._samples.items())  # copied: another thread adds samples
             if key.batch_size == self._shown
         }
         plain = {Pair.of(key): without_errors(of) for key, of in shown.items() if key.k == 0}
@@ -160,7 +163,11 @@ class SweepTable(_Progress):
 
 
 def watcher(total: int, unseen: Callable[[], Iterable[Sample]] = tuple, *, quiet: bool) -> Watcher:
-    """Choose the progress display for this stderr. unseen: as for `_Progress`."""
+    """Choose how to show progress: a live table if stderr is a terminal, otherwise lines; nothing
+    if `quiet`.
+
+    unseen: as for `_Progress`.
+    """
     if quiet:
         return Watcher()
     return (SweepTable if sys.stderr.isatty() else SweepLines)(total, unseen)
@@ -197,8 +204,10 @@ def point_line(point: Point) -> str:
 
 
 def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> None:
-    """Print the table of points and the recommendation on stdout. with_pairs: whether to compare
-    arms by category too."""
+    """Print the table of points and the recommendation on stdout.
+
+    with_pairs: whether to compare arms (drafts, each at its fastest k) by category too.
+    """
     out = render.console_of_results()
     table, needed = results_table(document["points"], out.width, document["best_by_batch_size"])
     out.print(table, soft_wrap=False)
@@ -237,7 +246,7 @@ def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> N
 
 
 def load_table(points: Sequence[Point], width: int) -> Table | None:
-    """Make the table of points at request rates; None if there are no such points."""
+    """Make the table of the points that were measured at a request rate; None if there are none."""
     shown = [p for p in points if p.load is not None]
     if not shown:
         return None
@@ -257,8 +266,8 @@ def _judged(best: Best) -> str:
 def _first_token_line(
     points: Sequence[Point], batch_size: int, best: Best, *, with_draft: bool
 ) -> str | None:
-    """Write the mean time to the first token and its parts, at k = 0 and at the recommended (or
-    else the fastest) point; None if the parts are unknown."""
+    """Write the mean time to the first token and its parts, at k = 0 and at the recommended point
+    (or at the fastest one if none is recommended). Return None if the parts are not known."""
     arm = best if best.k else best.fastest or best
     shown = []
     for p in points:
@@ -274,12 +283,13 @@ def _first_token_line(
 def results_table(
     points: Sequence[Point], width: int, best: Mapping[str, Best] | None = None
 ) -> tuple[Table, int]:
-    """Make the table of points. Return it with the width that all columns would need, or 0 if all
-    are shown.
+    """Make the table of points. Return the table, and the width that it would need to show all
+    columns, or 0 if it shows them all.
 
-    Draft and batch size are columns only if there are several of them; `stages_in` chooses the
-    stages. best: the recommendations by batch size. If the table is too wide, recommended and tied
-    points are marked.
+    The draft and the batch size are columns only if there are several of them. `stages_in` chooses
+    the columns of stage times.
+    best: the recommendations by batch size. If some columns do not fit, recommended and tied points
+        are marked instead.
     """
     stages = stages_in(p.metrics for p in points)
     cells = [
@@ -359,8 +369,8 @@ _EVEN = Cell("break-even", _break_even)
 
 
 def comparison_tables(comparisons: Sequence[Comparison], width: int) -> list[Table]:
-    """Make the table of comparisons of arms, and one by category if categories were compared; no
-    table without comparisons."""
+    """Make the table that compares arms (drafts, each at its fastest k), and a second one by
+    category if categories were compared. Return no tables if there are no comparisons."""
     if not comparisons:
         return []
     with_batch = len({one.batch_size for one in comparisons}) > 1
@@ -395,9 +405,10 @@ def comparison_tables(comparisons: Sequence[Comparison], width: int) -> list[Tab
 
 
 def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
-    """Make the table of speed-ups by category at the recommended point; None without categories.
+    """Make the table of speed-ups by category at the recommended point. Return None if there are
+    fewer than two categories.
 
-    If no speculation is recommended, the table shows the fastest point.
+    If the recommendation is not to speculate, the table shows the fastest point instead.
     """
     best: Best = document["best"]
     shown = best if best.k else best.fastest
@@ -425,7 +436,7 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
 
 
 def _advice(best: Best, *, with_draft: bool) -> str:
-    """Return the recommendation for a category, or the reason why there is none."""
+    """Return the recommendation for a category, or "inconclusive" if there is none."""
     if best.verdict == "inconclusive" or best.k is None:
         return "inconclusive"
     if best.k == 0:
