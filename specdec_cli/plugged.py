@@ -42,8 +42,8 @@ def blamed(who: str, doing: str, about_none: str = "") -> Iterator[None]:
 
 
 class WatchedOptions(dict[str, Any]):
-    """The recipe's `speculation.options`, as plugins get them. asked: the keys that plugins have
-    read."""
+    """The recipe's `speculation.options`, in a dict that records which keys plugins read. asked:
+    the keys that have been read."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)

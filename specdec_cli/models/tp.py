@@ -160,8 +160,8 @@ def _split_products(
     parallel: TensorParallel,
     name: str,
 ) -> dict[str, Part]:
-    """Reduce a module's linear layers to this rank's share. styles: the plan's style for each
-    layer. Returns the parts by parameter name."""
+    """Reduce a module's linear layers to this rank's share, and return the parts by parameter name.
+    styles: the plan's style for each layer that is split, by the layer's name."""
     parts: dict[str, Part] = {}
     for path, style in styles.items():
         linear = module.get_submodule(path)

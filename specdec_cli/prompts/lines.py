@@ -97,7 +97,7 @@ def _skip_space(text: str, place: int) -> int:
 
 def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield each line with its number, from 1, without a byte order mark. A line longer than
-    `MAX_LINE_BYTES` is cut one byte past this limit."""
+    `MAX_LINE_BYTES` is cut one byte past this limit, so that `decoded` refuses it."""
     number = 0
     while raw := file.readline(MAX_LINE_BYTES + 1):
         number += 1

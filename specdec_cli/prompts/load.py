@@ -223,7 +223,7 @@ def _say_if_it_waits(stream: TextIO | BinaryIO) -> None:
 
 
 def _is_file_name(path: str) -> bool:
-    """Return True if a name means a file, even a missing one, and False if it is a dataset id."""
+    """Return True if a name refers to a file, even a missing one; False if it is a dataset's id."""
     try:
         if Path(path).exists():
             return True

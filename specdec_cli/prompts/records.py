@@ -151,8 +151,8 @@ def _of_value(value: object, key: str, turn: int) -> Prompt:
 
 
 def _template_of(row: Mapping[str, object]) -> dict[str, object]:
-    """Read a row's values for the chat template, other than the messages. In tables they are JSON
-    text."""
+    """Read a row's values for the chat template, other than the messages. Rows of tables hold them
+    as text, which is parsed as JSON."""
     found: dict[str, object] = {}
     for key in (SWITCHES_KEY, *TEMPLATE_KEYS):
         value, kind = row.get(key), dict if key == SWITCHES_KEY else list

@@ -19,7 +19,7 @@ SglangValues = Callable[[int], dict[str, str | int]]
 
 @dataclass(frozen=True, slots=True)
 class VllmConfig:
-    """A method's part of vLLM's `speculative_config`, and notes for its reader."""
+    """A method's keys of vLLM's `speculative_config`, and notes for the user about them."""
 
     config: dict[str, Any]
     notes: tuple[str, ...] = ()
@@ -98,8 +98,8 @@ def sglang_flags(
 
 
 def fp8_flags(weights: object, cache: object) -> list[tuple[str, str]]:
-    """Return the flags for fp8 weights and an fp8 cache, which vLLM and SGLang share. weights: the
-    recipe's `target.weights`. cache: its `cache.dtype`."""
+    """Return the flags for fp8 weights and an fp8 KV cache. They are the same in vLLM and SGLang.
+    weights: the recipe's `target.weights`. cache: its `cache.dtype`."""
     flags = [("--quantization", "fp8", weights), ("--kv-cache-dtype", "fp8_e4m3", cache)]
     return [(flag, value) for flag, value, form in flags if form == "fp8"]
 
