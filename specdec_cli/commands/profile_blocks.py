@@ -1,4 +1,4 @@
-"""`specdec profile-blocks`: how many KV blocks fit on each rank beside both models?
+"""`specdec profile-blocks`: how many KV blocks fit on each rank next to both models?
 
 Parses the command line and shows the results; `experiment.memory` does the work.
 """
@@ -108,8 +108,10 @@ def _measured(
     context: int | None,
     asked: Asked,
 ) -> dict[str, object]:
-    """Measure on all ranks, and return the document on rank 0. Rank 0 creates the run folder
-    first."""
+    """Measure on all ranks. Return the results document on rank 0, and {} on other ranks.
+
+    If there is an output folder, rank 0 creates it as a run folder before measuring.
+    """
     with waiting("getting ready", quiet=asked.quiet) as stages:
         with importing(world.device):
             from specdec_cli.backends import native
@@ -122,8 +124,8 @@ def _measured(
             where = native.environment(native.prepared(planned))
             RunFolder.create(asked.output, resolved, where).close()
         profile = measure_blocks(planned, prompts, context, stages.begin, stages.expect)
-        # Make the document before `ready` starts timeouts, because it takes a while to estimate the
-        # draft at other degrees.
+        # Make the document before `ready` limits how long ranks wait for each other: rank 0 also
+        # estimates the draft at other tensor-parallel degrees, which takes a while.
         found = document(resolved, profile) if world.is_first else {}
     world.ready()
     return found
@@ -136,11 +138,13 @@ def _estimated(
     rooms: Sequence[tuple[int, bool] | None],
     context: int | None,
 ) -> "tuple[specdec_cli.recipe.Recipe, dict[str, object]]":
-    """Return the recipe and the document of the first point that fits. The document has a row for
-    each point. rooms: the result of `_rooms`; if it has several sizes, rows have
-    `device_memory_bytes`.
+    """Estimate every combination of the lists' values and the memory sizes.
 
-    Raises `SetupError` if no point fits, and the first point's problem if all points are skipped.
+    Returns the recipe and the results document of the first combination that fits. Under `points`
+    the document has a row for every combination. rooms: the memory sizes from `_rooms`; if there
+    are several, each row names its size as `device_memory_bytes`.
+
+    Raises `SetupError` if no combination fits. If all were skipped, raises the first one's problem.
     """
     from specdec_cli.commands.reading import recipe_options
 
@@ -170,7 +174,7 @@ def _estimated(
         prompts = _prompts(source, resolved, asked, context)
         try:
             profile = estimator.estimate(resolved, prompts, room)
-        except SetupError as error:  # the draft may still fit the other degrees
+        except SetupError as error:  # it may still fit at another draft TP
             if len(lists["draft_tp"]) == 1:
                 raise
             skipped = {"status": "skipped", "reason": error.message}
@@ -193,8 +197,11 @@ def _estimated(
 
 
 def _rooms(device_memory: str | None, memory: str | None) -> Sequence[tuple[int, bool] | None]:
-    """Parse the memory sizes to estimate for: their bytes, and whether they apply to GPUs only.
-    None stands for this machine's memory."""
+    """Parse the memory sizes for which to estimate.
+
+    Returns a pair for each size: its bytes, and whether it applies to GPUs only. The only entry is
+    None, for this machine's memory, if neither option was given.
+    """
     if device_memory is not None and memory is not None:
         raise UsageError("--memory and --device-memory exclude each other", "leave one out")
     flag, text = ("--memory", memory) if memory is not None else ("--device-memory", device_memory)
@@ -210,8 +217,8 @@ def _rooms(device_memory: str | None, memory: str | None) -> Sequence[tuple[int,
 
 @contextmanager
 def _naming_shapes() -> Iterator[None]:
-    """In the hint about a missing model, add the bundled recipes that have only configs and need no
-    download."""
+    """If a model is missing, extend the error's hint with the bundled recipes that need no
+    download, because they include the configs, which are all that an estimate reads."""
     try:
         yield
     except SetupError as problem:
@@ -265,8 +272,11 @@ def _prompts(
 
 
 def _points(lists: Mapping[str, Sequence[object]], devices: int = 1) -> Iterator[dict[str, object]]:
-    """Yield all combinations of the lists' values. devices: the number of memory sizes for which
-    each is estimated."""
+    """Yield all combinations of the lists' values.
+
+    devices: the number of memory sizes for which each combination will be estimated. Raises
+    `UsageError` if this makes too many estimates.
+    """
     count = math.prod(map(len, lists.values())) * devices
     if count > _MOST_POINTS:
         raise UsageError(f"the lists make {count} combinations; at most {_MOST_POINTS} are taken")

@@ -1,4 +1,4 @@
-"""Reads the prompts that a command line names, and makes the data section that describes them.
+"""Reads the prompts that a command line names, and makes the recipe's `data` section for them.
 
 Imports pydantic, so commands import it inside functions.
 """
@@ -39,7 +39,7 @@ _TEMPLATE_CHARACTERS = 1 << 20
 
 
 def recipe_options(source: options.Prompts) -> dict[str, object]:
-    """Return the options of `source` that set recipe keys, by their names in `OPTION_KEYS`.
+    """Return the values of the options that set recipe keys, keyed by the names in `OPTION_KEYS`.
 
     Raises `UsageError` for options that exclude each other.
     """
@@ -67,8 +67,9 @@ def find_prompts(
     """Read the prompts from the options, else from a pipe if `reads_pipe` is set, else from the
     recipe's data.
 
-    `resolved` already contains the values of `recipe_options`. Prompts that a recipe cannot refer
-    to go into the run folder, if there is one.
+    `resolved` already contains the values of `recipe_options`. A recipe has no path to name for
+    some prompts, such as those from standard input. If there is a run folder, the result then
+    contains a copy of the prompts to store there, and its data section names that copy.
     """
     chat, system = _chat_of(source, resolved.data)
     data, skip = resolved.data, source.skip_bad
@@ -96,7 +97,8 @@ def find_prompts(
 def _loose(
     source: options.Prompts, resolved: Recipe, asked: Asked, *, reads_pipe: bool
 ) -> list[Prompt] | None:
-    """Read prompts that a recipe cannot refer to, from the command line or standard input."""
+    """Read prompts that have no path to name in a recipe, such as those from standard input.
+    Returns None if there is no such source of prompts, or only an empty pipe."""
     given, file = source.prompt or [], source.prompt_file
     is_given = bool(given) or file is not None
     if not is_given and not (reads_pipe and _is_piped()):
@@ -127,7 +129,8 @@ def _from_data(
     sets = options.parse_sets(asked.sets or ())
     own = {name for name, value in recipe_options(source).items() if value is not None}
     if own:
-        # The recipe's settings describe the recipe's own prompts; only options describe this file.
+        # The prompts come from the command line. Reset the recipe's settings for its own prompts,
+        # such as the column to read, unless options set them.
         given = {options.OPTION_KEYS[name][1] for name in own} | sets.keys()
         stale = [key for key in ABOUT_ROWS if not {"data", f"data.{key}"} & given]
         data = data.model_copy(update={k: DataSection.model_fields[k].default for k in stale})
@@ -141,7 +144,8 @@ def _from_data(
     )
     if own and os.path.exists(path := data.path or ""):
         data = data.model_copy(update={"path": os.path.abspath(path)})
-    # Use only a few of the bundled prompts, so that a bundled recipe runs in seconds.
+    # Bundled recipes use few of the bundled prompts on purpose, to run in seconds. Drop the warning
+    # that these do not represent the rest.
     is_chosen = source.limit is not None or {"data", "data.limit"} & sets.keys()
     if str(data.path).startswith(PREFIX) and not is_chosen:
         loaded = LoadedPrompts(loaded.prompts)
@@ -169,9 +173,13 @@ def _chat_of(source: options.Prompts, data: DataSection | None) -> tuple[str, st
 def _template_of(
     source: options.Prompts, data: DataSection | None, output: Path | None
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Return the keys of `data` about the chat template, with the options applied, and the
-    template's inputs: its switches, the replacement template if one is named, and the date to
-    insert."""
+    """Apply the options to the chat template's settings.
+
+    Returns the keys of `data` that describe the chat template, and the inputs for rendering it: its
+    switches, the replacement template if one is named, and the date to insert.
+
+    Raises `UsageError` if `data.date` differs from the date of the run in the output folder.
+    """
     switches: dict[str, Any] = dict(data.template) if data is not None else {}
     switches |= options.parse_sets(source.template or (), "--template")
     named = source.chat_template or (data.chat_template if data is not None else None)
@@ -190,7 +198,7 @@ def _template_of(
 
 
 def _template_file(path: str) -> str:
-    """Read the chat template in a file."""
+    """Read a chat template from a file."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(_TEMPLATE_CHARACTERS + 1)
@@ -202,8 +210,9 @@ def _template_file(path: str) -> str:
 
 
 def _kept_date(output: Path | None) -> str | None:
-    """Return the date in the prompts of the folder's run, if any."""
-    with suppress(SpecdecError, OSError):  # opening the folder later reports its errors
+    """Return the date that an earlier run in the output folder inserted into its prompts; None if
+    there is no such run."""
+    with suppress(SpecdecError, OSError):  # errors are reported later, when the folder is opened
         if output is not None and (output / "recipe.yaml").is_file():
             kept = load_recipe(str(output / "recipe.yaml")).data
             return kept.date if kept is not None else None

@@ -1,5 +1,5 @@
-"""Completes a command line with --resume by the settings in the run folder, and shows the command
-that resumes an interrupted run."""
+"""Completes a --resume command line with the settings stored in the run folder. After an
+interruption, shows the command that resumes the run."""
 
 import json
 import os
@@ -22,12 +22,13 @@ from specdec_cli.text import counted, inert
 def resumed(
     asked: Asked, kind: "type[specdec_cli.experiment.folders.settings_file.RunSettings]"
 ) -> tuple[Asked, dict[str, Any]]:
-    """Return the completed command line, and the settings of the run to resume; {} if the folder
-    has none yet.
+    """Return the completed command line and the stored settings of the run to resume.
 
-    A command line without a recipe gets the folder's recipe. kind: the class of the command's
-    settings. Raises `UsageError` for --resume without a folder, and for a new folder if no model is
-    named: a mistyped path would start the demo.
+    The settings are {} if the folder has none yet. If the command line names no recipe, the
+    folder's recipe is used. kind: the class of the command's settings.
+
+    Raises `UsageError` for --resume without a folder. Also raises it for a new folder if no model
+    is named, because a mistyped path would otherwise start the demo.
     """
     if asked.output is None:
         noun = kind.kind.partition(" ")[0]
@@ -70,23 +71,26 @@ def folder_of_servers(asked: Asked, kept: Mapping[str, Any]) -> Path | None:
 
 
 def names_of_drafts(asked: Asked, kept: Mapping[str, Any]) -> list[str | None]:
-    """Return the names of the sweep's arms if the recipe is from the sweep's folder; otherwise
-    [None]."""
+    """Return the names of the drafts that the resumed sweep compares, if its recipe comes from the
+    sweep's folder; otherwise [None], for the draft of the given recipe."""
     return list(kept["drafts"]) if kept and _has_its_recipe(asked) else [None]
 
 
 def with_draft(asked: Asked, kept: Mapping[str, Any], name: str | None = None) -> Asked:
-    """Replace the draft's path in the command line by the name in the folder's records, because the
-    folder's recipe has the whole path. The draft of another recipe keeps its name. name: the name
-    of an arm of a sweep."""
+    """Set the draft as the folder's records name it.
+
+    The folder's recipe contains the draft's whole path, but the resumed run must use the same name
+    as before. If the command line uses another recipe, it is returned unchanged. name: the draft's
+    name in a sweep that compares several; None if there is only one.
+    """
     if not kept or not _has_its_recipe(asked):
         return asked
     recipe = kept["recipe"]
     names, sections = kept.get("drafts", [name]), recipe.get("drafts", [recipe.get("draft")])
-    # --draft also names methods without a draft model.
+    # --draft can also name a method that has no draft model; its section then has `method`.
     section = dict(zip(names, sections, strict=True)).get(name) or ({"model": name} if name else {})
     keys = {"speculation.method" if k == "method" else f"draft.{k}": v for k, v in section.items()}
-    if "draft.weights" in keys:  # records keep a fingerprint here
+    if "draft.weights" in keys:  # records store a fingerprint under this key
         keys["draft.weights"] = keys.pop("draft.weights_as", "auto")
     found = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
     return replace(asked, sets=[*found, *(asked.sets or ())])
@@ -101,9 +105,11 @@ def _has_its_recipe(asked: Asked) -> bool:
 def saying_what_is_kept(
     asked: Asked, command: str, noun: str, *, is_told: bool = True, **own: object
 ) -> Iterator[None]:
-    """Report what the folder keeps if the run is interrupted or its ranks fail.
+    """If the run in the block is interrupted or its ranks fail, report what its folder contains and
+    how to resume it.
 
-    noun: the singular noun for a line of samples.jsonl. own: as for `say_kept`.
+    noun: the singular noun for a line of samples.jsonl. is_told: False to report nothing. own: see
+    `say_kept`.
     """
     try:
         yield
@@ -113,7 +119,7 @@ def saying_what_is_kept(
         if isinstance(end, RunError) and end.code == ExitCode.USAGE:
             raise
         if isinstance(end, SystemExit) and end.code != ExitCode.SIGTERM:
-            raise  # stdout's reader is gone: the run itself is complete
+            raise  # stdout was closed by its reader; the run itself is complete
         path = asked.output / "samples.jsonl" if asked.output is not None else None
         if is_told and asked.is_heard and path is not None and path.exists():
             kept = path.read_bytes().count(b"\n")

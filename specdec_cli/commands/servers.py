@@ -1,5 +1,7 @@
-"""Reads which servers a command line names, and which proposal lengths to measure. Other modules
-import it inside functions."""
+"""Parses the servers that a command line names, and finds the proposal lengths to measure on them.
+
+Other modules import this one inside functions, because it imports the server backend and pydantic.
+"""
 
 import os
 import shlex
@@ -24,11 +26,12 @@ _FILE = "servers.json"  # in a run folder
 
 
 class Named(Record):
-    """The servers of a command line.
+    """The servers that a command line names.
 
-    urls: addresses of the servers to measure. plain_url: the address of a server without
-    speculation. baseline: a run folder with k = 0. ks: the proposal lengths in `--k`; None for
-    those of all servers.
+    urls: addresses of the servers to measure.
+    plain_url: address of a server without speculation; None if none is named.
+    baseline: path of a run folder whose k = 0 samples are the baseline; None if none is named.
+    ks: the proposal lengths from `--k`; None to measure those of all servers.
     """
 
     urls: list[str]
@@ -46,7 +49,8 @@ def named(
 ) -> Named:
     """Return the servers that the options name.
 
-    earlier: the folder of a resumed run, from which missing servers are taken; None for a new run.
+    earlier: the folder of a resumed run, which supplies the servers that the options leave out;
+    None for a new run.
     Raises `UsageError` for text that is not an address, or an option that needs --server.
     """
     servers = Named(
@@ -69,7 +73,7 @@ def keep(folder: RunFolder, servers: Named) -> None:
 
 
 def _as_before(servers: Named, folder: Path) -> Named:
-    """Take servers that the command line does not name from the folder."""
+    """Fill in what the command line does not name with the servers stored in the folder."""
     kept = checked(read_json(folder / _FILE), Named)
     if isinstance(kept, Named):
         if not servers.urls:  # show where prompts and the API key will be sent
@@ -84,7 +88,11 @@ def _as_before(servers: Named, folder: Path) -> Named:
 
 
 def look_at_all(backend: ServerBackend, recipe: Recipe, servers: Named) -> list[int]:
-    """Register the servers with `backend`, by k. Return the ks to measure, in ascending order."""
+    """Ask every server for its k, and register it with `backend` under that k.
+
+    Returns the ks to measure, in ascending order. Raises `UsageError` if two servers have the same
+    k, or if no server has a requested k.
+    """
     asked, brings_plain = servers.ks, servers.baseline is not None
     if (plain := servers.plain_url) is not None:
         facts = backend.look(plain, recipe)
@@ -121,7 +129,7 @@ def _enter(backend: ServerBackend, facts: ServerFacts, asked: list[int] | None) 
 
 
 def with_args(recipe: Recipe, words: str | None) -> Recipe:
-    """Return the recipe with further command-line arguments for its servers."""
+    """Return the recipe with additional command-line arguments for its servers."""
     try:
         args = tuple(shlex.split(words or ""))
     except ValueError as problem:

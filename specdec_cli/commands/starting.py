@@ -21,8 +21,8 @@ from specdec_cli.stages import begin_stage
 
 T = TypeVar("T")
 
-# Address space that imports need. Measured were 120 MiB for numpy, and 470 MiB for all imports
-# after torch.
+# Address space that imports need, rounded up from measurements: numpy took 120 MiB, and all imports
+# after torch took 470 MiB.
 NUMPY_MIB, _TRANSFORMERS_MIB = 256, 512
 
 
@@ -30,10 +30,12 @@ NUMPY_MIB, _TRANSFORMERS_MIB = 256, 512
 def importing(device: str = "cpu") -> Iterator[None]:
     """Wrap the imports of the engine, which load torch and transformers.
 
-    device: `run.device`, or "cpu" if no GPU is to be used yet. Meanwhile, threads start the GPU
-    driver and hash Triton, which does not hold the GIL. The imports create a million objects that
-    live until the process ends. The garbage collector is off during the imports and skips these
-    objects later, because it would traverse them again and again.
+    device: `run.device`, or "cpu" if no GPU is to be used yet.
+
+    During the imports, other threads start the GPU driver and compute Triton's hash. This saves
+    time, since both release the GIL. The imports create a million objects that live until the
+    process ends. The garbage collector would traverse them again and again, so it is off during the
+    imports and ignores these objects afterwards.
 
     Raises `SetupError` if a memory limit leaves too little for the imports.
     """
@@ -47,8 +49,8 @@ def importing(device: str = "cpu") -> Iterator[None]:
         if driver is not None:  # not a daemon: a process must not end while its driver starts
             Thread(target=_start_driver, args=(driver, device)).start()
         begin_stage("importing torch")
-        # The load from other processes is measured for the first quarter of a second. Meanwhile,
-        # import modules that do not need torch.
+        # `choose_spins` must run before torch is imported. It measures the load of other processes
+        # over at least a quarter of a second, so first import modules that do not need torch.
         import specdec_cli.experiment.folders.settings_file  # noqa: F401
 
         choose_spins()
@@ -65,8 +67,8 @@ def importing(device: str = "cpu") -> Iterator[None]:
 
 
 def _driver() -> Any:
-    """Load CUDA's driver. None if there is none, or under a memory limit, which a CUDA context
-    would exceed."""
+    """Load CUDA's driver. Returns None if there is none. Also returns None if the process has a
+    memory limit (ulimit -v), because a CUDA context would exceed it."""
     import ctypes
 
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
@@ -119,7 +121,7 @@ def check_room(package: str, mebibytes: int) -> None:
 
 
 def _torch_mib() -> int:
-    """The size of torch's libraries in MiB. The import maps all of them."""
+    """Return the size of torch's shared libraries in MiB. Importing torch maps all of them."""
     found = importlib.util.find_spec("torch")
     folder = Path(found.origin or "").parent / "lib" if found is not None else Path()
     return sum(file.stat().st_size for file in folder.glob("*.so*")) >> 20
@@ -133,13 +135,14 @@ def joined(
     *,
     computes: bool = True,
 ) -> Iterator[tuple[World, T]]:
-    """Provide the block with the world of the recipes' ranks and the inputs that `read` returns.
+    """Join the ranks that run the recipes, and yield this rank's world and the result of `read`.
 
-    computes: whether models run on ranks of this machine; a client of servers needs one process
-    only.
+    If this process must start the ranks first, it checks the recipes, starts the ranks, waits for
+    them and exits with their exit code, so the block runs only in the ranks.
 
-    If this process must start the ranks, it checks the recipes, waits for the ranks and exits with
-    their exit code. recipes: recipes for the same number of ranks.
+    recipes: recipes that need the same number of ranks.
+    computes: whether models run on this machine's ranks. If servers run them, one process is
+    enough.
     """
     from specdec_cli.models.ahead import check_ahead
 

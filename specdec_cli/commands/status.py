@@ -28,7 +28,8 @@ def warn(warnings: Iterable[str | Notice]) -> None:
 def show(
     document: Mapping[str, Any], print_results: Callable[[Any], None], *, as_json: bool
 ) -> None:
-    """Print a document as JSON or as text, or the error if nothing was measured."""
+    """Print a document as JSON or as text. If nothing was measured, it contains an error, which is
+    printed on stderr too."""
     from specdec_cli.experiment.folders.record_lines import to_json
 
     if as_json:
@@ -41,7 +42,8 @@ def show(
 
 
 def strictly(code: ExitCode, warnings: Iterable[Notice], *, strict: bool) -> ExitCode:
-    """Return the exit code of a run. With --strict, a run with disturbed times is partial (3)."""
+    """Return the exit code of a run. With --strict, it is 3 (partial) instead of 0 if a warning
+    says that the timings were disturbed."""
     from specdec_cli.experiment.statistics.noise import disturbances
 
     is_bad = strict and code == ExitCode.OK and disturbances(warnings)
@@ -62,8 +64,11 @@ def write_pictures(folder: Path) -> None:
 
 @dataclass(slots=True)
 class Stages:
-    """The stages of a command's preparation. show: shows a stage, its number and the total; None
-    without a terminal."""
+    """Shows the progress of a command's preparation, which consists of stages.
+
+    show: displays a stage's name, the number of stages done, and the total; None if stderr is not a
+    terminal.
+    """
 
     show: Callable[[str, int, int], None] | None
     _done: int = -1
@@ -96,9 +101,9 @@ def waiting(what: str, *, quiet: bool) -> Iterator[Stages]:
         TextColumn("{task.description}", style="dim", markup=False),
         BarColumn(bar_width=24),
         TimeElapsedColumn(),
-        # Leave stdout alone: rich would redirect it to stderr.
         console=Console(file=sys.stderr),
         transient=True,
+        # By default, rich redirects stdout to its console, here stderr.
         redirect_stdout=False,
     )
     task = progress.add_task(what, total=None)
@@ -106,7 +111,7 @@ def waiting(what: str, *, quiet: bool) -> Iterator[Stages]:
     def show(stage: str, done: int, total: int) -> None:
         progress.update(task, description=stage, completed=done, total=total or None)
 
-    try:  # start inside the block: an interrupt would otherwise leave the cursor hidden
+    try:  # start inside `try`, or an interrupt could leave the cursor hidden
         progress.start()
         yield Stages(show)
     finally:
@@ -133,8 +138,8 @@ class _Kept(logging.Filter):
 
 
 def _inert_record(*fields: Any, **more: Any) -> logging.LogRecord:
-    """Make a log record for any library. Its message is escaped and shortened, because it may
-    contain names of files and tensors."""
+    """Make a log record whose message is escaped and shortened, because it may contain names of
+    files and tensors. All libraries in the process use this factory."""
     record = logging.LogRecord(*fields, **more)
     with contextlib.suppress(
         TypeError, ValueError

@@ -179,7 +179,7 @@ def sweep_k(
         )
     if rates is not None or synthetic_acceptance_length is not None:
         sets.append("speculation.acceptance=synthetic")
-        # The option replaces both the rates and the length of the recipe.
+        # Either option replaces both the rates and the length in the recipe.
         own["synthetic_acceptance_rates"] = rates
         own["synthetic_acceptance_length"] = synthetic_acceptance_length
         if rates is not None:  # one rate for each position of the largest k
@@ -285,7 +285,7 @@ def sweep_k(
                     found = world.once(lambda: find_prompts(fewer, recipes[0], asked))
                 plan = planned()
         if minutes is not None and asked.is_heard:
-            fit = replace(fit, seconds=sweep_seconds(plan))  # for the drawn prompts
+            fit = replace(fit, seconds=sweep_seconds(plan))  # the new plan has other prompts
             typer.echo(f"chosen for {minutes:g} min: {fit.text}", err=True)
         code = _sweep(
             *(world, plan, asked, named, starter),

@@ -44,8 +44,10 @@ def parse_list(text: str | None, option: str) -> object:
 
 
 def parse_slo(given: Sequence[str] | None) -> dict[str, str] | None:
-    """Parse `ttft:500ms`; None for an option that was not given. The recipe's schema checks names
-    and times."""
+    """Parse values such as `ttft:500ms` into {"ttft": "500ms"}; None if the option was not given.
+
+    The recipe's schema checks names and times. Raises `UsageError` if a name is given twice.
+    """
     found = dict[str, str]()
     for one in given or ():
         name, _, time = (part.strip() for part in one.partition(":"))
@@ -56,7 +58,11 @@ def parse_slo(given: Sequence[str] | None) -> dict[str, str] | None:
 
 
 def refuse_beside(option: str, **unfit: object) -> None:
-    """Raise `UsageError` for options that exclude `option`, such as --server."""
+    """Raise `UsageError` if `option` is used together with an option that it excludes.
+
+    option: the flag, such as `--server`. unfit: the values of the excluded options, by parameter
+    name; an option that was not given has a false value.
+    """
     for name, value in unfit.items():
         if value:
             flag = f"--{name.replace('_', '-')}"

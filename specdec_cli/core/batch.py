@@ -29,12 +29,15 @@ class Span(NamedTuple):
 class ForwardBatch:
     """The tensors of a pass over T packed tokens of B sequences.
 
-    token_ids, positions, slots: int64 [T]; slots are flat cache positions, block * block_size +
-    offset. query_start: int32 [B + 1], the index of each sequence's first packed token, and T.
-    context_lens: int32 [B], the tokens in the cache including this pass's. block_tables: int32 [B,
-    widest]. logit_rows: int64 [M], the packed tokens that need logits; None if all do. plan: the
-    plan to gather keys and values, on a CPU only. chunks: the plan for long chunks of prompts, on
-    CUDA only.
+    token_ids, positions: int64 [T].
+    slots: int64 [T], the flat position of each token in the cache, block * block_size + offset.
+    query_start: int32 [B + 1], the index of each sequence's first packed token, and T at the end.
+    context_lens: int32 [B], the number of tokens in the cache, including those of this pass.
+    block_tables: int32 [B, length of the longest table].
+    max_query_len: the largest number of tokens that a sequence may have in this pass.
+    logit_rows: int64 [M], the indices of packed tokens that need logits; None if all do.
+    plan: how to gather keys and values, on a CPU only; None elsewhere.
+    chunks: how to process long chunks of prompts, on CUDA only; None if there are none.
     """
 
     token_ids: torch.Tensor
@@ -50,7 +53,7 @@ class ForwardBatch:
 
 
 def packed_ids(spans: list[Span], shift: int = 0) -> torch.Tensor:
-    """Return the tokens of `spans`, with each span moved `shift` tokens later: int64 [T], on the
+    """Join the tokens `seq.tokens[start + shift : stop + shift]` of all spans: int64 [T], on the
     host."""
     parts = [seq.packed(start + shift, stop + shift) for seq, start, stop in spans]
     return torch.frombuffer(bytearray().join(parts), dtype=torch.int64)
@@ -104,10 +107,11 @@ class Rectangle:
     lens >= offset + j + margin (or lens is None). Other tokens are padding: their keys go to the
     trash block, and their logits are meaningless.
 
-    last_only: whether only the last token of each slot needs logits. first_logit: otherwise, the
-    index of the first token of a slot that needs logits. cached: int64 [B], tokens of each sequence
-    that the model's cache is known to hold; a CPU does not feed them again. before: int64 [B], the
-    number of positions by which each slot's tokens are moved back; None for no move.
+    last_only: whether only the last token of each slot needs logits.
+    first_logit: if not `last_only`, the index of the first token of a slot that needs logits.
+    cached: int64 [B], how many tokens of each sequence are known to be in the model's cache. On a
+    CPU they are left out of the pass. None if this is not known.
+    before: int64 [B], how many positions to move each slot's tokens back; None to move none.
     """
 
     token_ids: torch.Tensor  # int64 [B, Q]
@@ -126,15 +130,17 @@ class Rectangle:
         return 1 if self.last_only else self.token_ids.shape[1] - self.first_logit
 
     def lengths(self, state: BatchState) -> torch.Tensor:
-        """Return the position in each slot from which its tokens' positions are counted: int64
-        [B]."""
+        """Return the length of each sequence minus `before`: int64 [B]. Token j of a slot is at
+        this length + offset + j."""
         return state.length if self.before is None else torch.sub(state.length, self.before)
 
 
 class LiveRows(NamedTuple):
-    """Maps the outputs of a pass over only live tokens to the rows of the padded pass. logits:
-    int64 [M], for each row of logits, its index among B * `Rectangle.num_logits` rows. tokens:
-    int64 [T], for each token, its index among B * Q rows."""
+    """Maps the outputs of a pass over live tokens only to the rows that the padded pass would have.
+
+    logits: int64 [M], the index of each row of logits among all B * `Rectangle.num_logits` rows.
+    tokens: int64 [T], the index of each token among all B * Q tokens.
+    """
 
     logits: torch.Tensor
     tokens: torch.Tensor
@@ -157,12 +163,13 @@ def live_batch(
     query_start, contexts = [0], [0] * batch
     for b in range(batch):
         first = lengths[b] + what.offset
-        # The first `count` tokens are live, except tokens before the text or in the cache.
+        # The first `count` tokens are live, except the first `skip`: these have negative positions
+        # or are in the cache already.
         count = min(width, what.max_len - first)
         if lens is not None:
             count = min(count, lens[b] - what.offset - what.margin + 1)
         skip = max(0, -first, cached[b] - first)
-        # This token's logits are not used.
+        # These logits are for drawing proposals, and this sequence proposes nothing.
         is_unused = what.last_only and lens is not None and lens[b] == 0
         if not active[b] or count <= skip or is_unused:
             query_start.append(len(fed))

@@ -89,7 +89,7 @@ class Verdict:
 
 
 def _packed(rows: Tensor, column: Tensor) -> Tensor:
-    """Join both arguments to one contiguous tensor [B, N + 1], so that one message sends them."""
+    """Join both arguments into one contiguous tensor [B, N + 1] that takes only one message."""
 
     return torch.cat((rows, column[:, None]), dim=1)
 

@@ -23,7 +23,7 @@ class Tokenizer(Decoder, Protocol):
 
     @property
     def end_token(self) -> tuple[int, str] | None:
-        """The id and the text of the tokenizer's own end token."""
+        """The id and the text of the tokenizer's own end token; None if it has none."""
         return None
 
     @property
@@ -40,24 +40,25 @@ class Tokenizer(Decoder, Protocol):
     ) -> str: ...
 
     def unread(self, template: Mapping[str, object]) -> list[str]:
-        """Return the names in `template`, an argument of `render`, that the chat template never
-        reads."""
+        """Return the names of the inputs in `template` that the chat template never reads.
+        `template` is as for `render`."""
         return []
 
     def vocabulary(self) -> dict[str, int]:
         return {}
 
     def finding(self, texts: Sequence[str]) -> Decoder:
-        """Return a decoder for text in which `texts` are searched. If one of `texts` contains a
-        special token, the decoder also writes special tokens."""
+        """Return a decoder for text that will be searched for `texts`. If one of `texts` contains a
+        special token, the decoder keeps special tokens in the text, so that it can be found."""
         return self
 
 
 class TextStream:
-    """The text of a growing list of tokens, in pieces that never split a character.
+    """Decodes a growing list of tokens into pieces of text that never split a character.
 
-    Each step decodes a short window, which begins at the start of a character. If it began inside a
-    character, some decoders would turn all following byte tokens into replacement characters.
+    Each step decodes only a short window of the last tokens. The window begins at the start of a
+    character, because some decoders would otherwise turn all following byte tokens into replacement
+    characters.
     """
 
     def __init__(self, tokenizer: Decoder, context: Sequence[int]) -> None:
@@ -87,7 +88,7 @@ class TextStream:
 
 
 class StopFinder:
-    """Finds the first stop string in one sequence's output, across any token boundaries."""
+    """Finds the first stop string in one sequence's output, even if it spans several tokens."""
 
     def __init__(self, tokenizer: Decoder, prompt: Sequence[int], stop: tuple[str, ...]) -> None:
         self._stream = TextStream(tokenizer, prompt)
@@ -96,8 +97,8 @@ class StopFinder:
         self._tail = ""
 
     def feed(self, tokens: Sequence[int]) -> int | None:
-        """Add tokens. Returns the number of `tokens` up to the one that completes a stop string;
-        None if none does."""
+        """Add tokens, and look for a stop string. Returns how many of `tokens` to keep, up to and
+        including the one that completes it; None if no stop string is complete."""
         for count, token in enumerate(tokens, start=1):
             piece = self._stream.feed(token)
             text = self._tail + piece

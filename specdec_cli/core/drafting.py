@@ -25,13 +25,15 @@ Doubt = Callable[[torch.Tensor], torch.Tensor]
 class Drafting:
     """One round's drafting: its limits, and the tokens drawn so far.
 
-    k: K, the largest number of tokens that any sequence may propose; fixed for a CUDA graph. caps:
-    int64 [B], the largest number of tokens that each sequence may propose, 0..K. vocab_size: the
-    size of the target's vocabulary; draft ids past it are dropped. noise: fp32 [B, K], the random
-    numbers for the draws; None if decoding is greedy. keeps_dist: whether to keep the distributions
-    that tokens are drawn from, which only a rank that verifies needs. stop, doubt: decide where a
-    sequence's drafting ends, as `end_after` and `end_before` do. texts: processes the logits before
-    tokens are drawn from them; None to change nothing.
+    k: K, the largest number of tokens that any sequence may propose; fixed for a CUDA graph.
+    caps: int64 [B], the largest number of tokens that each sequence may propose, 0..K.
+    vocab_size: the size of the target's vocabulary; the draft's logits past it are dropped.
+    noise: fp32 [B, K], the random numbers for the draws; None if decoding is greedy.
+    keeps_dist: whether to keep the distributions that tokens are drawn from. Only a rank that
+    verifies needs them.
+    stop: ends a sequence's drafting after a token, as `end_after` does; None to never do so.
+    doubt: ends a sequence's drafting before a token, as `end_before` does; None to never do so.
+    texts: processes the logits before tokens are drawn from them; None to leave them unchanged.
     """
 
     k: int
@@ -59,8 +61,8 @@ class Drafting:
 
     @property
     def is_over(self) -> bool:
-        """True when no sequence takes another token. On CUDA the host does not wait for the
-        lengths, so this is True only after K tokens."""
+        """True when no sequence takes another token. On CUDA, this is True only after K tokens,
+        because the host would have to wait for the device to read the lengths."""
         step = self.num_drawn
         return step >= self.k or (not self.lens.is_cuda and not bool((self.lens > step).any()))
 
@@ -79,7 +81,7 @@ class Drafting:
         """
         step, shape = self.num_drawn, logits.shape[:2]
         if ids is not None and not (self.params.is_greedy and self.texts is None):
-            # Verification reads the distributions of the draws by the target's ids.
+            # Verification and logits processors index logits by the target's ids.
             logits, ids = by_target_ids(logits, ids, self.vocab_size), None
         logits = self.changed(logits[..., : self.vocab_size])
         rows = logits.flatten(0, 1)
@@ -98,8 +100,8 @@ class Drafting:
         return self._tokens[-1]
 
     def changed(self, logits: torch.Tensor) -> torch.Tensor:
-        """Process the logits of the next N positions before tokens are drawn from them: [B, N, V'],
-        by the target's ids."""
+        """Apply the logits processors, if any, to the logits of the next N positions, [B, N, V'].
+        Columns are the target's ids."""
         if self.texts is None:
             return logits
         drawn = _joined(self._tokens) if self._tokens else self.caps.new_zeros(len(logits), 0)
@@ -110,7 +112,7 @@ class Drafting:
 
         first: the position of the first column of `stops`. A mark may depend only on facts known
         before the token at its position is drawn. Dropping a token because of its drawn value would
-        change the text.
+        change the distribution of the output.
         """
         self._end(stops, first)
 
@@ -129,7 +131,7 @@ class Drafting:
         """Return the proposals drawn so far, padded to K positions."""
         if not self._tokens:
             return self.nothing()
-        rest = self.k - self.num_drawn  # 0 on CUDA
+        rest = self.k - self.num_drawn  # 0 on CUDA, where K tokens are drawn
         token_ids = torch.nn.functional.pad(_joined(self._tokens), (0, rest))
         q = None
         if self._logits:
@@ -141,10 +143,11 @@ class Drafting:
         return Candidates(token_ids, self.lens, q)
 
     def nothing(self) -> Candidates:
-        """Return empty proposals of K positions, as for a rank that takes no part in drafting."""
+        """Return placeholder ids for K positions, with `caps` as lengths, as on a rank that takes
+        no part in drafting."""
         return Candidates(self.caps.new_zeros(len(self.caps), self.k), self.caps)
 
 
 def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """Join tensors of consecutive positions to one tensor of all positions, [B, N, ...]."""
+    """Join tensors of consecutive positions into one tensor of all positions, [B, N, ...]."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

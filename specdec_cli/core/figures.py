@@ -2,8 +2,8 @@
 class of records.
 
 The engine computes metrics, run folders store them and reports read them. A file may be damaged or
-edited, so every field is checked when it is read. Stage times are measured within rounds, on CUDA
-by the device's clock. Imports no torch.
+edited, so every field is checked when it is read. Stage times are measured within rounds, and on
+CUDA by the device's clock. This module does not import torch.
 """
 
 import math
@@ -89,13 +89,16 @@ class Spread(Record):
 class Acceptance(Record):
     """Counts of proposed and accepted tokens, and their rates.
 
-    A draft is the proposal of one sequence in one round; empty proposals are not counted.
-    num_drafts: the number of drafts. *_per_pos: values by position in the draft, 1..k.
+    A draft is the proposal of one sequence in one round; empty proposals are not counted. Figures
+    that a server does not report are None.
+
+    num_drafts: the number of drafts.
+    *_per_pos: one value for each position in the draft, 1..k.
     acceptance_rate_per_pos: the share of all drafts whose token at the position was accepted.
-    conditional_acceptance_rate_per_pos: the same share among drafts that proposed a token there and
-    had all earlier tokens accepted. mean_acceptance_length: 1 + accepted / drafts, which includes
-    the target's own token. acceptance_histogram: the number of drafts with 0..k accepted tokens.
-    Figures that a server does not report are None.
+    conditional_acceptance_rate_per_pos: the same share, but only among drafts that proposed a token
+    at the position and had all earlier tokens accepted.
+    mean_acceptance_length: 1 + accepted tokens / drafts; the 1 is the target's own token.
+    acceptance_histogram: the number of drafts with 0..k accepted tokens.
     """
 
     num_drafts: Count | None
@@ -158,10 +161,10 @@ class Acceptance(Record):
 class EngineFacts(Record):
     """The engine that a point or a sample was measured on.
 
-    acceptance_source: the source of the acceptance figures. per_request: the server's details of
-    each request. counters: the server's counters before and after the requests. chunks: the sizes
-    of the chunks, if the counters show that each chunk was one round. None if acceptance is
-    unknown.
+    acceptance_source: where the acceptance figures come from; None if acceptance is unknown.
+    - per_request: the details that the server reports about each request.
+    - counters: the increase of the server's counters during the requests.
+    - chunks: the sizes of the streamed chunks, if the counters show that each was one round.
     """
 
     kind: Name
@@ -204,8 +207,8 @@ STAGES = tuple(name.removesuffix("_ms") for name in StageTimes.model_fields)
 
 
 def stages_in(found: Iterable[StageTimes | None]) -> list[str]:
-    """Return the stages that took any time. A single rank has no broadcasts, and few methods have
-    work to commit."""
+    """Return the stages that took any time, in order. Some stages never run: a single rank does not
+    broadcast, and most methods do nothing in `commit`."""
     every = [times for times in found if times is not None]
     return [stage for stage in STAGES if any(times.stage_ms(stage) > 0 for times in every)]
 
@@ -240,23 +243,29 @@ class Metrics(Acceptance, Times):
     Times are in milliseconds unless the name says seconds. An engine round serves all sequences of
     the batch; a sequence-round is one sequence in one round.
 
-    draft_ms to round_ms: means per engine round. broadcast_ms: the time to send proposals and
-    decisions to the target's other ranks; on ranks other than 0 it includes the wait for the draft.
-    commit_ms: the proposer's work after the decision. prefill_ms: the mean per prompt. ttft_ms: the
-    time from a prompt's admission to its first token. tpot_ms: the time per token after the first.
+    draft_ms to round_ms: means per engine round.
+    broadcast_ms: the time to send proposals and decisions to the target's other ranks. On ranks
+    other than 0 it includes the wait for the draft.
+    commit_ms: the time of the proposer's work after the decision.
+    prefill_ms: the mean per prompt.
+    ttft_ms: the time from a prompt's admission to its first token.
+    tpot_ms: the time per token after the first.
     num_rounds_without_proposal: a number of sequence-rounds, as `num_drafts` is.
-    output_tokens_per_second: counts prefill and decode time. decode_tokens_per_second: counts only
-    decode time. peak_memory_bytes: added by commands. distinct_experts: the number of experts
-    that scoring reads in a layer, as the mean over rounds and layers with experts.
-    tokens_per_round: output tokens per sequence-round. num_tokens_from_prefill: output tokens that
-    prefill decided, at k = 0; they count as rounds without proposals, but not as engine rounds, and
-    not in decode_tokens_per_second. ttft_parts_ms: see `core.types.Sequence`; absent if a prompt
-    has no first token. e2el_ms: the time from sending a request to its last token. in_text: only
-    servers have it.
+    output_tokens_per_second: the rate over prefill and decode time.
+    decode_tokens_per_second: the rate over decode time only.
+    peak_memory_bytes: added by commands.
+    distinct_experts: the number of experts whose weights the target reads in a layer during
+    scoring, averaged over rounds and over layers with experts.
+    tokens_per_round: output tokens per sequence-round.
+    num_tokens_from_prefill: at k = 0, the output tokens that prefill decided. They count as rounds
+    without proposals, but not as engine rounds, and not in decode_tokens_per_second.
+    ttft_parts_ms: see `core.types.Sequence`; absent if a prompt has no first token.
+    e2el_ms: the time from sending a request to its last token.
+    in_text: see `InText`; only servers have it.
 
-    If requests are sent at a rate, all latencies count from the time when a request is due. Servers
-    report no stage times and no prefill times; num_rounds and round_ms are None if a server's
-    rounds are unknown.
+    If requests are sent at a rate, all latencies are measured from the time when a request is due.
+    Servers report no stage times and no prefill times. For servers whose rounds are unknown,
+    num_rounds and round_ms are None.
     """
 
     peak_memory_bytes: Count | None = None
@@ -319,8 +328,11 @@ def summarise(seqs: list[types.Sequence], k: int, batch_size: int) -> Metrics:
 
 
 def mean_parts(parts: Iterable[dict[str, float] | None]) -> dict[str, dict[str, float]]:
-    """Average the parts of the time to the first token over prompts. Returns them as the keyword
-    argument `ttft_parts_ms` of `Metrics`, or {} if any prompt has no parts."""
+    """Average each part of the time to the first token over all prompts.
+
+    Returns {"ttft_parts_ms": milliseconds by part}, to pass to `Metrics` as a keyword argument.
+    Returns {} if there are no prompts or if any prompt has no parts.
+    """
     found = list(parts)
     known = [part for part in found if part is not None]
     if not known or len(known) < len(found):
@@ -345,11 +357,14 @@ def metrics_of(
     num_output_tokens: int,
     **others: Any,
 ) -> Metrics:
-    """Compute metrics from the prompts' shares of the run's time, rounds, stage times and experts
-    read. done: the prompts that ended without an error.
+    """Compute metrics from sums over prompts. A round serves several prompts, so each prompt has a
+    share of its time, stage times and experts.
 
+    done: the prompts that ended without an error.
     num_rounds: the sum of the prompts' shares of rounds. For the prompts of a whole run it is an
-    integer, except for rounding. others: fields that cannot be computed from the rest.
+    integer, up to rounding errors.
+    distinct_experts: the sum of the prompts' shares; None if the target has no experts.
+    others: fields of `Metrics` that cannot be computed from the rest.
     """
     rounds = num_rounds or 1
     from_prefill = sum(s.num_tokens_from_prefill for s in done)

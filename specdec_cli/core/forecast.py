@@ -1,5 +1,5 @@
-"""A prediction of acceptance along a text that is already written. `experiment.forecasts` uses
-it."""
+"""Predicted acceptance at each token of a finished output, for any round that could begin there.
+`experiment.forecasts` uses it."""
 
 from typing import Annotated, Self
 
@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from specdec_cli.core.figures import Count, Record, impossible
 
-_Numbers = Annotated[tuple[float, ...], Field(strict=False)]  # files hold lists
+_Numbers = Annotated[tuple[float, ...], Field(strict=False)]  # JSON has lists, not tuples
 _Chain = Annotated[tuple[Count, Count], Field(strict=False)]
 
 
@@ -15,14 +15,19 @@ class Forecast(Record):
     """The expected acceptance of proposals at each of a text's N output tokens, in one of four
     forms.
 
-    A draft model has `accept`: N chances that the token was accepted if proposed, min(1, q(x) /
-    p(x)). It also has `overlap`: N sums of min(p, q), the acceptance rate before the token is
-    known. Lookups have `chains`: for a round that begins at each token, the number of proposed and
-    of accepted tokens. Heads have `ahead`: for a round that begins at each token, the chance that
-    each proposal is accepted, given that all earlier ones were. They also have the `overlap` of the
-    first proposal. Synthetic acceptance has `draws`: N uniform random numbers, and `rates`: the
-    chance of acceptance at each position of a draft. only_k: the only proposal length for which the
-    values hold; None if they hold for every length.
+    Draft models have `accept` and `overlap`, lookups have `chains`, draft heads have `ahead` and
+    `overlap`, and synthetic acceptance has `draws` and `rates`. The other fields are None.
+
+    accept: N probabilities that the token would be accepted if proposed, min(1, q(x) / p(x)).
+    overlap: N sums of min(p, q), the acceptance rate before the token is known. For heads, this is
+    about the first proposal of a round.
+    chains: N pairs, for a round that begins at the token: the numbers of proposed and of accepted
+    tokens.
+    ahead: N lists, for a round that begins at the token: the probability that each proposal is
+    accepted, given that all earlier ones are.
+    draws: N uniform random numbers.
+    rates: the probability of acceptance at each position of a draft.
+    only_k: the only proposal length for which the values hold; None if they hold for every length.
     """
 
     accept: _Numbers | None = None

@@ -69,8 +69,8 @@ class KVCache:
         return [pool for layer in self.layers for pool in (layer.keys, layer.values)]
 
     def resized(self, num_blocks: int) -> "KVCache":
-        """Make a cache of the same shape with `num_blocks` blocks. The `layers` of the present
-        cache may already be freed."""
+        """Make a cache like this one, but with `num_blocks` blocks. This does not read `layers`, so
+        the caller may free them first to save memory."""
         sizes = num_blocks, self.block_size
         return KVCache(self._shapes, *sizes, self._dtype, self.device, self._scales)
 

@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """A context manager; `peak` is the largest number of bytes alive at once inside it."""
+    """A context manager that records the largest number of bytes alive at once inside it, `peak`.
+    Tensors made before the context do not count."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -29,7 +30,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _note(self, storage: torch.UntypedStorage, old: set[int]) -> None:
         key = storage._cdata
-        if key in self._known or key in old:  # counted already, or made before the context
+        if key in self._known or key in old:  # counted already, or older than the context
             return
         size = storage.nbytes()
         self._now += size

@@ -53,7 +53,7 @@ class LogitsProcessors:
         return self.penalty != 1.0
 
     def at(self, state: BatchState) -> "TextsBefore":
-        """Return the texts of all slots, as they are before a round."""
+        """Return the texts so far of all slots in `state`, for a round that begins now."""
         seen = None
         if self.reads_text:
             assert state.texts is not None and state.texts.seen is not None
@@ -61,8 +61,8 @@ class LogitsProcessors:
         return TextsBefore(self, seen, state.length - state.prompt)
 
     def of_text(self, tokens: Values[int], num_prompt: int) -> "TextsBefore":
-        """Return the single text `tokens`, which is already written. num_prompt: how many of its
-        tokens are the prompt."""
+        """Return the text that consists of `tokens`, as a batch of one. num_prompt: how many of
+        them are the prompt."""
         device = self.suppressed.device
         seen = torch.zeros(1, len(self.suppressed) + 1, dtype=torch.bool, device=device)
         seen[:, torch.tensor(tokens, dtype=torch.int64, device=device)] = True
@@ -84,10 +84,11 @@ class LogitsProcessors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextsBefore:
-    """The texts that come before rows of logits.
+    """The text so far of each sequence, before the rows of logits to process.
 
-    seen: bool [B, V + 1], the ids that each text contains; the last column is unused. It is read
-    only if there is a penalty. num_new: int64 [B], the number of output tokens in each text.
+    seen: bool [B, V + 1], True for ids that the text contains; the last column is not used. It may
+    be None without a repetition penalty, because only the penalty reads it.
+    num_new: int64 [B], the number of output tokens in each text.
     """
 
     processors: LogitsProcessors
@@ -115,8 +116,11 @@ class TextsBefore:
         return self.seen.scatter(1, tokens.clamp(0, self.seen.shape[1] - 1), True)
 
     def _changed(self, logits: Tensor, seen: Tensor | None, first: int) -> Tensor:
-        """Process logits. seen: [B, N or 1, V + 1]. first: the number of tokens between the texts
-        and the first row."""
+        """Apply all processors to logits [B, N, V']. Returns fp32.
+
+        seen: bool [B, N or 1, V + 1], the ids before each row; None if there is no penalty. first:
+        how many tokens are between the end of the texts and the first row.
+        """
         how, (_, rows, width) = self.processors, logits.shape
         found, never = logits.float(), how.suppressed[:width]
         if seen is not None:

@@ -1,10 +1,11 @@
-"""The inputs of padded passes over packed tokens, at fixed addresses, so that CUDA graphs can read
-them.
+"""The inputs of passes over packed tokens and padding. They are at fixed addresses, so that CUDA
+graphs can read them.
 
 The tokens of a pass come first, and padding follows. Padding belongs to no sequence, its keys go to
 the trash block, and its outputs are meaningless. The host writes the inputs into one of two buffers
-in its memory. The pass itself fetches them, and at its end it sends the tokens that it decided to
-the host. Legend: T maximum tokens, B maximum sequences, MB block-table columns, W a pass's width.
+in its own memory. A pass begins by copying them to the device, and ends by sending the tokens that
+it decided to the host. Legend: T maximum number of tokens, B maximum number of sequences, MB
+columns of the block tables, W tokens of a pass, including padding.
 """
 
 from struct import pack_into
@@ -23,11 +24,15 @@ Tokens: TypeAlias = npt.NDArray[np.int64]
 class PackedInputs:
     """The inputs of passes over up to T tokens of up to B sequences.
 
-    token_ids, positions: int64 [T]. query_start: int32 [B + 1], the row of each sequence's first
-    token. context_lens: int32 [B], 0 where there is no sequence. index: int64 [B], the key of each
-    sequence's random numbers. seed: int64 scalar. block_tables: int32 [B, MB]; entries past a
-    sequence's blocks are meaningless. The host writes inputs with `fill`. The pass runs `fetch`
-    first and `tell` last. Then the host calls `passed`.
+    The host writes the inputs with `fill` and launches the pass, which runs `fetch` first and
+    `tell` last. After launching it, the host calls `passed`.
+
+    token_ids, positions: int64 [T].
+    query_start: int32 [B + 1], the row of each sequence's first token.
+    context_lens: int32 [B], 0 where there is no sequence.
+    index: int64 [B], the key of each sequence's random numbers.
+    seed: int64 scalar.
+    block_tables: int32 [B, MB]; entries past a sequence's blocks are meaningless.
     """
 
     def __init__(
@@ -69,13 +74,16 @@ class PackedInputs:
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=device)
 
     def fill(self, spans: list[Span], width: int, shift: int = 0, seed: int = 0) -> None:
-        """Write `spans`, at most `width` tokens in all, into the next buffer. shift: the token ids
-        are taken this many tokens later in each sequence. Waits until the pass before the last one
-        has ended, since that pass used the same buffer."""
+        """Write the inputs of the next pass into the next buffer.
+
+        Waits until the pass before the last one has ended, since it used the same buffer. spans: at
+        most `width` tokens in all. width: the tokens of the pass, including padding. shift: take
+        the token ids, but not the positions, from this many tokens later in each sequence.
+        """
         if self._num_ended[0] < self._num_launched - 1:
             torch.cuda.synchronize(self.device)
-        # `struct` converts a list in a third of NumPy's time, and its code is smaller, which
-        # matters because the processor reloads code after waiting for a pass.
+        # `struct` converts a list in a third of NumPy's time. Its code is also smaller, which helps
+        # because the processor must load the code into its caches again after waiting for a pass.
         held = self._pieces[self._num_launched % 2]
         of_ids, of_positions, of_starts, of_contexts, of_index, of_seed, of_tables = self._offsets
         at, ends, contexts, keys = 0, [0], [], []
@@ -103,19 +111,23 @@ class PackedInputs:
         pack_into("q", held, of_seed, seed)
 
     def fetch(self) -> None:
-        """Bring the filled inputs to the device. This is the first step of a pass, on the
-        device."""
+        """Copy the inputs that `fill` wrote to the device. This runs on the device, as the first
+        step of a pass."""
         ops.fetch_staged(self._words, self._staged, self._passes)
 
     def tell(self, tokens: torch.Tensor | None) -> None:
-        """Send the tokens that a pass decided, int64 [M], or none. This is the last step of a pass,
-        on the device."""
+        """Send the tokens that a pass decided to the host, and report that the pass has ended.
+
+        This runs on the device, as the last step of a pass. tokens: int64 [M]; None if the pass
+        decided none.
+        """
         ops.tell_tokens(self._passes, tokens, self._told, self._ended)
 
     @property
     def told(self) -> Tokens:
-        """The host's memory for the tokens of the pass that was filled last, int64 [B]. The tokens
-        are valid from the end of that pass until the end of the second pass after it."""
+        """The buffer on the host that receives the tokens of the pass that was filled last, int64
+        [B]. It contains them from the end of that pass until the second pass after it, which uses
+        the same buffer, ends."""
         return self._tokens[self._num_launched % 2]
 
     def passed(self) -> None:
@@ -123,8 +135,8 @@ class PackedInputs:
         self._num_launched += 1
 
     def batch(self, width: int, num_logits: int) -> ForwardBatch:
-        """Make the pass over the first `width` tokens. It gives the logits of the last token of
-        each of the first `num_logits` sequences."""
+        """Return the batch for a pass over the first `width` tokens. Of the first `num_logits`
+        sequences, the last tokens need logits."""
         positions = self.positions[:width]
         tables = self.block_tables
         batch = ForwardBatch(

@@ -1,4 +1,4 @@
-"""The ranks that share a model, as a value that is passed to the code that needs it.
+"""The group of ranks that share a model. Code that needs it gets it as an argument.
 
 Collectives of tensors have fixed shapes and do not wait on the host, so CUDA graphs can capture
 them. Every rank of a group must call them in the same order.
@@ -21,15 +21,17 @@ T = TypeVar("T")
 # torch 2.13 has renamed this function, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _CPU = torch.device("cpu")
-_FEW = 1 << 16  # up to this many values, a CPU's all-reduce takes as long as its messages
+_FEW = 1 << 16  # below this, an all-reduce on CPUs spends its time on messages, not values
 
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """One rank's place among the `size` ranks that share a model.
+    """One of the `size` ranks that share a model, and its connection to the others.
 
-    rank: 0..size-1 within the group. group: the process group of the ranks; None with one rank, for
-    which every method returns its argument. device: the device of this rank's tensors.
+    rank: 0..size-1 within the group.
+    group: the process group of the ranks. None if there is only one rank; collectives then return
+    their argument.
+    device: the device of this rank's tensors.
     """
 
     rank: int = 0
@@ -55,14 +57,15 @@ class TensorParallel:
         if not x.is_cpu or self.size == 2 or x.numel() > _FEW:
             dist.all_reduce(x, group=self.group)
             return x
-        # gloo's own all-reduce sends more messages, and takes twice as long with four ranks.
+        # Gather all values and add them here: with four ranks, gloo's own all-reduce takes twice as
+        # long, because it sends more messages.
         parts = x.new_empty(self.size * x.numel())
         _all_gather(parts, x.reshape(-1), group=self.group)
         return torch.sum(parts.view(self.size, *x.shape), 0, out=x)
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
-        """Join the ranks' parts of the last dimension, [..., part], to [..., width]. `share(width)`
-        is the range that a rank's part covers."""
+        """Join the ranks' parts of the last dimension, [..., part], into [..., width], on every
+        rank. Each rank's part is the range `share(width)`."""
         if self.group is None:
             return x
         most = -(-width // self.size)
@@ -97,9 +100,9 @@ ALONE = TensorParallel()
 class HostMessages:
     """Sends integers from rank 0 to all ranks of a group, without using the device.
 
-    Unlike messages over NCCL, these do not wait for the device. If the group does not use gloo, the
-    first message creates a gloo group, and every process of the world must take part. Every rank of
-    the group must ask for each number.
+    Unlike messages over NCCL, these do not wait for the device. Every rank of the group must call
+    `told` for each number. If the group does not use gloo, the first call creates a gloo group, and
+    every process of the world must take part in that.
     """
 
     def __init__(self, parallel: TensorParallel) -> None:
@@ -107,7 +110,7 @@ class HostMessages:
         self._group: dist.ProcessGroup | None = None
 
     def told(self, number: int) -> int:
-        """Return rank 0's number on every rank."""
+        """Send rank 0's `number` to all ranks, and return it on each of them."""
         if self._parallel.group is None:
             return number
         if self._group is None:
@@ -122,7 +125,8 @@ class HostMessages:
 
 
 class Groups(NamedTuple):
-    """This rank's place in each model's group; None if the rank holds no part of that model."""
+    """The groups of the target and of the draft, as this rank sees them; None for a model of which
+    this rank holds no part."""
 
     target: TensorParallel | None
     draft: TensorParallel | None
@@ -169,8 +173,8 @@ def world_size() -> int:
 
 @contextmanager
 def found_alike() -> Iterator[None]:
-    """Mark a `SetupError` raised in the block as common to all ranks, if all of them are on one
-    host. Its message then names no rank."""
+    """If the block raises a `SetupError` and all ranks are on one host, mark it as common to all
+    ranks, because each of them finds the same problem. Its message then names no rank."""
     try:
         yield
     except SetupError as problem:

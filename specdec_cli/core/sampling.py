@@ -11,8 +11,8 @@ from specdec_cli.core.types import SamplingParams
 
 
 class Purpose(IntEnum):
-    """The purpose of a random number. It is part of the counter, so that no random number is used
-    twice."""
+    """The purpose of a random number. It is part of the random number generator's counter, so
+    different purposes never use the same number."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -20,8 +20,8 @@ class Purpose(IntEnum):
 
 
 def to_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Convert `logits` [..., V] to probabilities over the vocabulary, fp32 [..., V]; see the
-    function of this name in the kernels."""
+    """Convert `logits` [..., V] to probabilities over the vocabulary, fp32 [..., V], after
+    temperature, top-k and top-p. See `specdec_kernels.sampling.reference.to_probs`."""
     return logits_to_probs(logits, *params.filters)
 
 
@@ -52,8 +52,8 @@ def next_tokens(
     index: torch.Tensor,
     length: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw the tokens of a round without proposals from `logits` [R, V]: int64 [R]; -1 for rows
-    that are not finite."""
+    """Draw one token for each row of `logits` [R, V], in a round without proposals: int64 [R]; -1
+    for rows that are not finite. seed, index, length: as for `round_noise`, with B = R."""
     if params.is_greedy:
         return draw(logits, None, params, None)
     noise = round_noise(seed, index, length, 0)
@@ -73,8 +73,9 @@ def greedy_pick(logits: torch.Tensor) -> torch.Tensor:
 
 
 def by_target_ids(logits: torch.Tensor, ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Move logits from the draft's ids, [..., V'], to the target's ids, [..., V]. Ids that the
-    draft cannot propose get -inf. ids: int64 [V'], the target's id of each draft id.
+    """Rearrange logits by draft ids, [..., V'], into logits by target ids, [..., V].
+
+    Ids that the draft cannot propose get -inf. ids: int64 [V'], the target's id of each draft id.
     """
     wide = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
     return wide.index_copy_(-1, ids, logits)
