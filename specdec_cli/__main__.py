@@ -1,5 +1,6 @@
-"""Runs `specdec`, also as `python -m specdec_cli`. A signal during the imports is handled like a
-later one."""
+"""Start the `specdec` command line; `python -m specdec_cli` does the same. The imports are slow, so
+a signal can arrive during them. It then ends the process with the same exit code as a later
+signal."""
 
 import json
 import os
@@ -27,7 +28,7 @@ def main() -> int:
 
 
 def _end(code: int, message: str, hint: str | None = None) -> NoReturn:
-    """End the process with an error."""
+    """Print an error to stderr, and with --json also as a document to stdout. Then exit at once."""
     if "--json" in sys.argv:
         error = {"code": code, "message": message, "hint": hint}
         print(json.dumps({"error": error}), flush=True)

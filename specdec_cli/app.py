@@ -88,9 +88,11 @@ def root(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; no exception escapes.
 
-    With `--json`, a command's standard output is held back until the command is done. So there is
-    exactly one document, the result or the error, whenever a failure occurs. Without `argv`, this
-    is all that the process does, so the process may end inside the call.
+    With --json, a command's standard output is held back until the command is done. So exactly one
+    document is written, the result or the error, whenever a failure occurs.
+
+    argv: the arguments. If None, those of this process are used, and the process may then end
+    inside this call instead of returning, to save time.
     """
     code = _main(argv)
     if argv is None:
@@ -120,8 +122,8 @@ def _main(argv: Sequence[str] | None) -> int:
         if as_json and (outcome.failed or is_mute):
             document = json.dumps({"error": outcome.document()}) + "\n" if outcome.is_said else ""
         _report(outcome, verbose)
-        # Show the list of commands if the user typed only `specdec`. A shell that asks for
-        # completions gets no error, and so no list.
+        # Show the list of commands if the user typed only `specdec`. Shell completion also runs
+        # without arguments, but causes no UsageError, so it does not print the list.
         if not arguments and isinstance(outcome.error, UsageError):
             command = typer.main.get_command(app)
             context = command.make_context("specdec", [], resilient_parsing=True)
@@ -132,7 +134,9 @@ def _main(argv: Sequence[str] | None) -> int:
             if outcome.failed:
                 place.rank.exit(outcome.code)
             if place.rank.seat.folder is not None:
-                return 0  # the report has the exit code; any other code would mean a failed rank
+                # The parent process reads this rank's exit code from its report. If this process
+                # itself exited with a nonzero code, that would mean that the rank crashed.
+                return 0
     return outcome.code
 
 
@@ -153,8 +157,8 @@ def _place(program: Sequence[str], verbose: bool, outcome: "_Outcome") -> Place:
 
 
 def _end_rank(rank: Rank, outcome: "_Outcome", asked: Sequence[signal.Signals] = ()) -> None:
-    """Report how this rank ended. If this rank must show the error to the user, `outcome` becomes
-    the root cause, which may be another rank's error.
+    """Report how this rank ended. Some rank must show the user why the run failed; if it is this
+    one, the root cause, which may be another rank's error, replaces the error in `outcome`.
 
     asked: the signals received so far.
     """
@@ -219,8 +223,9 @@ def _run(arguments: list[str], place: Place, outcome: _Outcome) -> None:
 
 
 def _blame_signal(asked: list[signal.Signals], outcome: _Outcome) -> None:
-    """Report an unexpected error after a signal as the signal itself, because transformers wraps
-    exceptions that are raised during an import."""
+    """If a signal came before an unexpected error, report the signal instead of the error. During
+    an import, transformers catches the exception that the signal raises and raises a different
+    one."""
     is_foreseen = outcome.error is None or isinstance(outcome.error, (SpecdecError, OSError))
     if asked and not is_foreseen:
         if asked[-1] == signal.SIGINT:
@@ -277,7 +282,7 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
         )
 
 
-# The exit code that shells give a process that SIGPIPE ended, because the reader closed the pipe.
+# Shells report this exit code if SIGPIPE ended a process, because the reader closed the pipe.
 _PIPE_CLOSED = 128 + signal.SIGPIPE
 # A full disk and other failures of the machine, not of the run. The last two mean that a stream
 # cannot be written.
@@ -305,8 +310,9 @@ def _report(outcome: _Outcome, verbose: bool) -> None:
 
 
 def _deliver(document: str, outcome: _Outcome) -> None:
-    """Write the document that was held back, and flush. A full disk or a closed pipe raises only
-    here."""
+    """Write the document that was held back to stdout, and flush stdout. Here a full disk or a
+    closed pipe shows at the latest. It is recorded in `outcome`, unless the command has failed
+    already."""
     if sys.stdout is None:  # started with stdout closed (>&-)
         return
     try:
@@ -335,15 +341,18 @@ def _discard_stdout() -> None:
 
 
 def _leave(code: int) -> None:
-    """End a process that has imported torch at once, since freeing its million objects one by one
-    takes a second.
+    """Skip Python's normal shutdown if torch has been imported: freeing torch's million objects one
+    by one would take a second. Exit handlers still run.
 
-    With CUDA the process exits normally, because profilers write their records at exit. After an
-    interrupt it always ends at once: otherwise the pending signal may end Python instead of `code`.
+    If CUDA was used, return so that the process exits normally, because profilers write their
+    records then. After an interrupt, always exit at once: otherwise the pending signal may end
+    Python, and the exit code would not be `code`.
     """
     cuda = sys.modules.get("torch.cuda")
     if code != ExitCode.SIGINT and (cuda is None or cuda.is_initialized()):
-        gc.unfreeze()  # libraries warn about objects that were never freed
+        # Objects that were frozen after the imports would never be freed, and libraries warn about
+        # such objects at exit.
+        gc.unfreeze()
         return
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -352,7 +361,8 @@ def _leave(code: int) -> None:
 
 
 def _forget_no_size() -> None:
-    """Drop an invalid terminal size, such as 0: rich would show nothing, or fail."""
+    """Remove COLUMNS and LINES from the environment if they are no valid terminal size, such as 0.
+    With such a size, rich would show nothing, or fail."""
     for name in ("COLUMNS", "LINES"):
         if not re.fullmatch("0*[1-9][0-9]{0,4}", os.environ.get(name, "1")):
             del os.environ[name]
@@ -362,7 +372,9 @@ def _forget_no_size() -> None:
 def _streams() -> Iterator[None]:
     """Escape characters that stdout cannot encode; restore streams that a command replaced."""
     stdout, stderr = sys.stdout, sys.stderr
-    closed = []  # None if the command was started with the stream closed (>&-)
+    # Python sets a stream to None if it was closed when the command started (>&-). Commands expect
+    # a file, so open /dev/null in its place.
+    closed = []
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             closed.append(open(os.devnull, "w"))

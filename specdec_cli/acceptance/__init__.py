@@ -1,1 +1,2 @@
-"""Acceptance rules, one per file. The engine refers to none of them by name."""
+"""Acceptance rules, one per module. The engine uses only their common interface, in `base`, and
+never names a particular rule."""

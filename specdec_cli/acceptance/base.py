@@ -1,5 +1,5 @@
-"""The interface between a round and an acceptance rule. Also samples the token of a round without
-proposals."""
+"""The interface that acceptance rules implement. `draw_next` handles rounds without proposals,
+which need no rule."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,11 +22,14 @@ class NoForecast(Exception):
 class AcceptanceRule(Protocol):
     """A rule that accepts or rejects proposals.
 
-    is_lossless: whether the output follows the target's distribution. looks_ahead: whether a
-    decision depends on proposals past the last accepted one; each round then gets its own noise.
-    draws_when_greedy: whether the rule reads noise even in greedy decoding. judges_jointly: whether
-    a proposal's acceptance depends on more than its own probabilities, and so cannot be forecast
-    from them. remark: a note that is shown beside a lossy rule's results.
+    is_lossless: whether the output follows the target's distribution.
+    looks_ahead: whether a decision depends on proposals or random numbers past the last accepted
+        token. The next round decides those positions again, so it must draw new random numbers for
+        them.
+    draws_when_greedy: whether the rule uses random numbers even in greedy decoding.
+    judges_jointly: whether a proposal's acceptance depends on more than the probabilities of that
+        token alone. Acceptance then cannot be forecast from these probabilities.
+    remark: a note to show beside the results of a lossy rule; None for no note.
     """
 
     is_lossless: bool = False
@@ -42,18 +45,27 @@ class AcceptanceRule(Protocol):
         params: SamplingParams,
         noise: Noise | None,
     ) -> Verdict:
-        """Decide a round with K >= 1. Only rank 0 calls this. It must use tensor operations only.
+        """Decide which proposals a round accepts, and choose the token after them. Called only on
+        rank 0, and only if K >= 1.
 
-        noise: None if decoding is greedy, unless `draws_when_greedy`.
+        The round may be captured as a CUDA graph, so this must use tensor operations only.
+
+        noise: the round's random numbers. None in greedy decoding, unless the rule has
+        `draws_when_greedy`.
         """
         ...
 
     def forecast(
         self, index: int, start: int, count: int, k: int, params: SamplingParams
     ) -> Forecast | None:
-        """Return the expected acceptance over `count` output tokens after a prompt of `start`
-        tokens, if it depends only on this rule. Return None if it follows from the proposer's
-        forecast. Raises `NoForecast` if it can be predicted from neither."""
+        """Predict the acceptance of proposals at each of `count` output tokens, if it depends on
+        this rule alone. Returns None if it depends on the draft; the proposer then makes the
+        forecast. Raises `NoForecast` if neither can predict it.
+
+        index: the prompt's index, which selects its random numbers.
+        start: the number of prompt tokens.
+        k: the maximum number of proposals per round.
+        """
         if self.judges_jointly and not params.is_greedy:
             raise NoForecast
         return None
@@ -61,17 +73,22 @@ class AcceptanceRule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The functions of a rule. make: makes the rule from a recipe. for_k: adapts the recipe's
-    speculation section to a different largest k, for rules whose options only apply to one k;
-    raises `UsageError` if that is impossible."""
+    """The entry point of a rule's module: the functions that make the rule from a recipe.
+
+    make: makes the rule from the recipe's speculation section.
+    for_k: changes the section to fit a different largest k, for rules whose options hold for one k
+        only. Raises `UsageError` if that is impossible. By default the section stays as it is.
+    """
 
     make: Callable[[SpeculationSection], AcceptanceRule]
     for_k: Callable[[SpeculationSection, int], SpeculationSection] = lambda own, _: own
 
 
 class LosslessRule(AcceptanceRule):
-    """A lossless rule, given by its `test`, such as `ops.reject_logits`, which compares the
-    target's and the draft's distributions. Greedy decoding needs only the target's choices."""
+    """A base class for lossless rules. A subclass sets `test`, a function that verifies proposals
+    by comparing the target's and the draft's distributions, such as `ops.reject_logits`. In greedy
+    decoding `test` is not called: a proposal is accepted if it is the target's most likely
+    token."""
 
     is_lossless = True
     test: Callable[[ops.Verification], tuple[Tensor, Tensor]]

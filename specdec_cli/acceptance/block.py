@@ -47,8 +47,10 @@ def block_chances(
         ratio = p[:, i] / q[:, i].clamp(min=TINY)
         weight[:, i + 1] = (weight[:, i] * ratio).clamp(max=1.0)
 
-    # 2. Before the last position, h_i must allow for longer prefixes that pass. It is 0 / 0 if w_i
-    # = 1 and p = q. A longer prefix is then certain to pass, so any value works.
+    # 2. The whole block passes with chance w_i. A shorter prefix passes with chance
+    # S_i / (S_i + 1 - w_i), where S_i is the mass of the residual, because a longer prefix may pass
+    # instead. This is 0 / 0 if w_i = 1 and p = q. A longer prefix is then certain to pass, so any
+    # value works.
     residual = (weight[:, :width, None] * target_probs[:, :width] - draft_probs).clamp(min=0)
     mass = residual.sum(2)
     rest = mass + (1.0 - weight[:, :width])
@@ -56,8 +58,9 @@ def block_chances(
     is_inner = place < length
     chances = torch.where(is_inner, F.pad(inner, (0, 1)), weight)
 
-    # 3. The next token is sampled from the residual max(w p - q, 0), or from p after the whole
-    # block. p is also used if rounding makes the residual zero, or a NaN in q makes its sum NaN.
+    # 3. The next token is sampled from the residual max(w p - q, 0), or from p if the whole block
+    # was accepted. p is also used if the residual is unusable: rounding can make it zero, and a NaN
+    # in q makes its sum NaN.
     from_residual = is_inner & F.pad(mass > 0, (0, 1))
     follow = torch.where(from_residual[..., None], F.pad(residual, (0, 0, 0, 1)), target_probs)
     return chances, follow
@@ -71,20 +74,21 @@ def block_verify_reference(
     accept_noise: Tensor,
     sample_noise: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Verify drafts by block verification, from probabilities. The arguments and results are those
-    of `rejection_sample_reference`.
+    """Verify drafts by block verification, given the probabilities of both models. The arguments
+    and results are those of `rejection_sample_reference`.
 
     Let w_0 = 1 and w_i = min(1, w_(i-1) p_i(d_i) / q_i(d_i)). The first i draft tokens pass iff
     their accept noise is below h_i. For the whole block, h_i is w_i. For a shorter prefix, it is
     S_i / (S_i + 1 - w_i), where S_i is the mass of the residual max(w_i p - q, 0) at the next
-    position. The longest prefix that passes is accepted. The next token is sampled from that
-    residual, or from p after the whole block. Given the first i draft tokens, at least i are
-    accepted with probability w_i.
+    position. The longest prefix that passes is accepted. The next token is then sampled from the
+    residual at the next position, or from p if the whole block was accepted. Given the first i
+    draft tokens, at least i are accepted with probability w_i.
 
-    `accept_noise[:, i]` decides about the first i + 1 draft tokens, and `sample_noise[:, a]`
-    samples the token after a accepted ones. The result depends on the accept noise and the draft
-    tokens at ALL positions up to `lens`. The next round decides some of these positions again, and
-    needs new random numbers for them. So the caller must ensure that
+    `accept_noise[:, i]` decides whether the first i + 1 draft tokens pass, and `sample_noise[:, a]`
+    samples the next token if a tokens were accepted. The result depends on the accept noise and the
+    draft tokens at ALL positions up to `lens`, also at rejected ones. The next round decides the
+    rejected positions again, and must not reuse their random numbers. The caller must therefore
+    ensure that
     1. accept noise and the noise for drafting also depend on where the round starts
        (`uniform_rows(..., by_round=True)`);
     2. accept noise, sample noise and the noise for drafting are independent;
@@ -92,7 +96,7 @@ def block_verify_reference(
     """
     chances, follow = block_chances(draft_tokens, lens, draft_probs, target_probs)
     place = torch.arange(1, draft_tokens.shape[1] + 1, device=lens.device)
-    # With "below", a chance of 0 never passes and a chance of 1 always does.
+    # The noise is in [0, 1). So with <, a chance of 0 never passes and a chance of 1 always does.
     passes = (place <= lens[:, None]) & (accept_noise < chances[:, 1:])
     accepted = F.pad(passes * place, (1, 0)).amax(1)
     row = torch.arange(draft_tokens.shape[0], device=lens.device)
@@ -108,8 +112,8 @@ def verify_block(v: ops.Verification) -> tuple[Tensor, Tensor]:
 
 
 def _test(v: ops.Verification) -> tuple[Tensor, Tensor]:
-    """Use block verification; but for proposals that were not sampled, use rejection sampling,
-    which is then equivalent and cheaper."""
+    """Verify by block verification. Proposals without a draft distribution were not sampled; for
+    these, rejection sampling is equivalent and cheaper, so use it."""
     return ops.reject_logits(v) if v.draft_logits is None else verify_block(v)
 
 

@@ -18,6 +18,7 @@ def for_k(speculation: SpeculationSection, k: int) -> SpeculationSection:
 
 
 def _named(name: str) -> Rule:
-    """Return a plugin's rule, or `RULE` in the module of that name."""
+    """Return the rule of this name: a plugin's rule, or else `RULE` in the built-in module of that
+    name."""
     found: Rule = RULES[name].code or import_module(f"specdec_cli.acceptance.{name}").RULE
     return found

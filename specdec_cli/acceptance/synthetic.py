@@ -19,8 +19,12 @@ _LONGEST_PROPOSAL = 1024
 
 @dataclass(frozen=True, eq=False)
 class SyntheticAcceptance(AcceptanceRule):
-    """Accepts proposals at given rates, while drafting and scoring run as usual. conditional: the
-    rate at each position, given that all positions before it were accepted."""
+    """A rule that accepts proposals at given rates, whatever their tokens are. Drafting and scoring
+    run as usual, so that their times can be measured.
+
+    conditional: the acceptance rate at each position, given that all positions before it were
+    accepted.
+    """
 
     conditional: tuple[float, ...]
     draws_when_greedy = True
@@ -36,8 +40,9 @@ class SyntheticAcceptance(AcceptanceRule):
 
     @classmethod
     def from_length(cls, length: float, k: int) -> "SyntheticAcceptance":
-        """Make a rule whose rate is the same at all positions and proposal lengths. length: the
-        mean number of tokens per round that it must give at proposal length k."""
+        """Make a rule that accepts at the same rate at every position. The rate is chosen such that
+        rounds with k proposals yield `length` tokens on average. The rule also works for other
+        proposal lengths."""
         return cls((even_rate(length, k),) * _LONGEST_PROPOSAL)
 
     def rates(self, k: int) -> tuple[float, ...]:
@@ -69,15 +74,17 @@ class SyntheticAcceptance(AcceptanceRule):
     def forecast(
         self, index: int, start: int, count: int, k: int, params: SamplingParams
     ) -> Forecast | None:
-        """Return a forecast with the rates, and with the random numbers that rounds would use."""
+        """Return a forecast that holds the rates of the first k positions, and for each of the
+        `count` output tokens the random number that a round would compare with a rate."""
         rates = torch.tensor(self.rates(k), dtype=torch.float32)
         seed, at, length = (torch.tensor(n) for n in (params.seed, index, start))
         noise = round_noise(seed, at[None], length[None], count)
         return Forecast(draws=tuple(noise.accept[0].tolist()), rates=tuple(rates.tolist()))
 
     def _on_device(self, k: int, device: torch.device) -> torch.Tensor:
-        """Return the rates, fp32 [K]. They are copied to the device once for each length, in a
-        round before the capture."""
+        """Return the rates of the first k positions on the device: fp32 [K]. They are copied there
+        on first use and then kept, since CUDA graphs must not contain the copy. The first use is an
+        ordinary round, before the round is captured as a graph."""
         if (k, device) not in self._made:
             self._made[k, device] = torch.tensor(self.rates(k), device=device)
         return self._made[k, device]
@@ -96,8 +103,9 @@ def from_recipe(speculation: SpeculationSection) -> SyntheticAcceptance:
 
 
 def for_k(speculation: SpeculationSection, k: int) -> SpeculationSection:
-    """Return the recipe's speculation section with rates for `k` positions. They replace a mean
-    length, which is only meaningful at the recipe's own k."""
+    """Return the recipe's speculation section with acceptance rates for `k` positions. A mean
+    length in the section is replaced by the rates that it stands for, since it only holds at the
+    recipe's own k."""
     rates = marginal_rates(speculation, speculation.num_speculative_tokens, k)
     return speculation.model_copy(
         update={"synthetic_acceptance_rates": rates, "synthetic_acceptance_length": None}

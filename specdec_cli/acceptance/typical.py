@@ -38,13 +38,18 @@ class Typical(AcceptanceRule):
         logits = target.logits.flatten(0, 1)
         own = draw(logits, None, params, noise.sample.flatten()).view(-1, k + 1)
         stands = self.stands(to_probs(target.logits[:, :k], params), c.token_ids)
-        # `ops.accept` accepts a proposal if its noise is below its position's rate.
+        # `ops.accept` accepts a proposal if its noise is below its position's rate. Pass 0 or 1 as
+        # the noise and 0.5 as the rate, so that it accepts exactly the proposals that pass.
         rates = torch.full((k,), 0.5, device=stands.device)
         return Verdict(*ops.accept(c.token_ids, own, c.lens, (~stands).float(), rates))
 
     def stands(self, probs: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return which proposals pass the test, bool [B, K]. probs: fp32 [B, K, V], the target's.
-        token_ids: int64 [B, K]."""
+        """Return which proposals pass the test: bool [B, K].
+
+        probs: the target's probabilities, fp32 [B, K, V].
+        token_ids: the proposals, int64 [B, K]. Negative ids are padding; their results mean
+            nothing.
+        """
         entropy = torch.special.entr(probs).sum(dim=-1)
         p = probs.gather(-1, token_ids.clamp(min=0)[..., None])[..., 0]
         least = (self.alpha * (-entropy).exp()).clamp(max=self.threshold)

@@ -20,8 +20,8 @@ from specdec_cli.recipe import Recipe
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Figures that only a server's answer has. `experiment.folders.records.Sample` explains
-    them."""
+    """The fields of an answer that only servers provide. `experiment.folders.records.Sample`
+    documents them."""
 
     engine: EngineFacts
     num_retries: int = 0
@@ -38,11 +38,15 @@ class Served:
 class Finished:
     """The answer to one request.
 
-    max_output_tokens: the number of tokens after which the answer had to end. proposed_per_round,
-    accepted_per_round: how many tokens each round with proposals proposed and accepted, in order;
-    None if the engine does not report this. `core.types.Sequence` explains the later fields.
-    arrived_at, admitted_at, first_token_at, finished_at: seconds on one clock. If the engine does
-    not measure shares and stage times, they are 0 or empty.
+    max_output_tokens: the number of tokens at which the answer would have been cut off.
+    proposed_per_round, accepted_per_round: the number of tokens that each round proposed and
+        accepted, in order, for rounds with proposals only; None if the engine does not report this.
+    arrived_at, admitted_at, first_token_at, finished_at: times in seconds on one clock.
+    prefill_seconds, decode_seconds, round_share, stage_ms: this request's share of the engine's
+        time and rounds. They are 0 or empty if the engine does not measure them.
+    served: the fields that only servers provide; None for our own engine.
+
+    `core.types.Sequence` explains the fields with the same names there.
     """
 
     index: int
@@ -72,7 +76,7 @@ class Finished:
 
     @property
     def seconds(self) -> float:
-        """Seconds of prefill and decoding that are charged to this request."""
+        """This request's share of the time for prefill and decoding, in seconds."""
         return self.prefill_seconds + self.decode_seconds
 
 
@@ -93,18 +97,25 @@ OnRound = Callable[[Sequence[Written], list[Finished]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A recipe that passed all checks, before anything is loaded.
+    """A recipe that passed all checks, with the facts that a measurement needs. Nothing is loaded
+    yet.
 
-    proposer: the name of the draft or of the method without a draft; None if nothing proposes.
-    draft_max_len: the draft's context length; None without a draft. device: a torch device, or
-    another object with a `type`. device_name: the device's type, or a GPU's name. random_roles: the
-    roles ("target", "draft") of models with random weights. remark: a note on the acceptance rule
-    for readers of the results. readings: the draft's conventions that tools interpret differently.
-    reads_hidden: whether the draft takes the target's hidden states. generation_config: the content
-    of the target's generation_config.json. stages: the names of the loading stages, in order.
-    fingerprint: returns a role's hash, which differs between models of the same name; None for a
-    role without a model. own: data that only the backend uses. few_threads: the notice that the
-    backend runs on fewer threads than it could; None otherwise.
+    proposer: the name of the draft, or of the method if it needs no draft; None if nothing
+        proposes.
+    draft_max_len: the draft's context length in tokens; None without a draft.
+    device: a torch device, or another object with a `type`.
+    device_name: the name of the GPU, or else the device's type.
+    random_roles: the roles ("target", "draft") whose models have random weights.
+    remark: a note on the acceptance rule for readers of the results; None for no note.
+    readings: other ways to interpret the draft's checkpoint, if tools disagree on its format.
+    reads_hidden: whether the draft takes the target's hidden states as input.
+    generation_config: the content of the target's generation_config.json.
+    stages: the names of the loading stages, in order.
+    fingerprint: a function that takes a role and returns a hash of its model, or None if the role
+        has no model. Different models have different hashes, even if they have the same name.
+    own: the backend's own data, which nothing else reads.
+    few_threads: a notice that fewer CPU threads are used than there are processors; None if there
+        is nothing to report.
     """
 
     recipe: Recipe
@@ -138,10 +149,11 @@ class Prepared:
 
 
 class Session(Protocol):
-    """Loaded models that answer requests, `batch_size` at a time. Sessions run one at a time.
+    """Loaded models that answer requests, up to `batch_size` at a time. Only one session runs at a
+    time.
 
-    weights: the target's weights, which the next session may take over. reach: the number of tokens
-    in a sequence beyond which nothing is proposed.
+    reach: the length of a sequence, in tokens, from which on nothing more is proposed.
+    weights: the target's weights, so that the next session can use them without loading them again.
     """
 
     @property
@@ -156,9 +168,11 @@ class Session(Protocol):
     def run(
         self, requests: Sequence[Request], k: int, params: SamplingParams, on_round: OnRound
     ) -> Metrics | None:
-        """Answer every request, with at most `k` proposals per round.
+        """Answer every request, with at most `k` proposals per round. on_round: called with new
+        tokens and with the answers that are complete.
 
-        Returns None if the caller can compute the metrics from the answers, as it can for servers.
+        Returns the metrics of the run; None if the caller can compute them from the answers, as it
+        can for servers.
         """
         ...
 
@@ -183,24 +197,27 @@ class Session(Protocol):
         ...
 
     def forget_rounds(self) -> None:
-        """Free the data that only this batch size needs."""
+        """Free what only rounds at this batch size use, such as captured CUDA graphs."""
 
     def logits_after(
         self, tokens: list[int], width: int, start: int, params: SamplingParams
     ) -> np.ndarray:
-        """Compute the target's logits for the token after `tokens`: fp32 [V].
+        """Compute the target's logits for the token after `tokens`: fp32 [V]. Every rank must call
+        this, but only rank 0's result is valid.
 
-        The target runs in passes over `width` tokens. Its logits are then processed as `params`
-        asks; ids that cannot follow have -inf. start: the number of prompt tokens. Every rank calls
-        this, but only rank 0's logits are valid.
+        width: the number of tokens in the last forward pass; the tokens before them are prefilled.
+            Widths differ in rounding.
+        start: the number of prompt tokens.
+        params: the logits are processed as these ask. Tokens that they forbid have -inf.
         """
         ...
 
     def forecast(
         self, request: Request, output: list[int], k: int, params: SamplingParams
     ) -> Forecast | None:
-        """Predict the acceptance of proposals at each token of `output`. Returns None if the method
-        has no forecast."""
+        """Predict which proposals would be accepted if the engine answered `request` with `output`,
+        an existing text, with at most `k` proposals per round. Returns None if the method or the
+        acceptance rule cannot predict this."""
         ...
 
 
@@ -221,8 +238,8 @@ class Backend(Protocol):
     def prepare(
         self, recipe: Recipe, permissions: Permissions, largest: tuple[int, int] | None = None
     ) -> Prepared:
-        """Check a recipe, and plan its run. largest: the largest k and the largest batch size;
-        None for the recipe's own values."""
+        """Check a recipe and plan its run. largest: the largest k and the largest batch size that
+        the run will use; None if they are the recipe's own."""
         ...
 
     def open_session(
@@ -232,8 +249,13 @@ class Backend(Protocol):
         on_stage: Callable[[str], None],
         weights: object = None,
     ) -> Session:
-        """Load the models. weights: the target's weights from a session that is no longer used;
-        None to read them."""
+        """Load the models.
+
+        longest_prompt: the length of the longest prompt, in tokens.
+        on_stage: called with the name of each loading stage as it begins.
+        weights: the target's weights, taken over from a session that is no longer used; None to
+            load them.
+        """
         ...
 
     def open_beside(

@@ -190,9 +190,10 @@ def open_beside(
 def environment(plan: Prepared, device: torch.device | None = None) -> dict[str, Any]:
     """Return the facts of the environment to save with the results.
 
-    Only listed facts are recorded, never environment variables. They include the target's dtype,
-    which parts were compiled or captured, and why. device: the device to record; None for the
-    plan's device.
+    Only a fixed list of facts is recorded, never environment variables. `plan.own.execution` adds
+    which parts of the models were compiled or captured as CUDA graphs, and why others were not.
+
+    device: the device to record; None for the plan's device.
     """
     device = device or plan.device
     found: dict[str, Any] = {

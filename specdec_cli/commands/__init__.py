@@ -1,1 +1,2 @@
-"""One module per command. Each parses, resolves the recipe, runs, and shows the results."""
+"""One module per command. Each command parses its options, resolves the recipe, runs the experiment
+and shows the results."""

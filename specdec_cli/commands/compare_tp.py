@@ -183,7 +183,9 @@ def compare_tp_ranks(
 def degrees_of(
     target_tp: str | None, draft_tp: str | None, recipe_tp: int
 ) -> tuple[list[int], list[int]]:
-    """Return the target TP degrees and draft TP degrees to compare, each in ascending order."""
+    """Parse the target and draft TP degrees to compare, and return each list in ascending order. If
+    `target_tp` is None, the target has only the recipe's degree. If `draft_tp` is None, the draft
+    has every degree that divides a target degree."""
     targets = sorted(options.parse_counts(target_tp, "--target-tp") or [recipe_tp])
     drafts = sorted(options.parse_counts(draft_tp, "--draft-tp"))
     divisors = {d for t in targets for d in range(1, t + 1) if t % d == 0}

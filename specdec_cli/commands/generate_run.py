@@ -63,9 +63,10 @@ from specdec_cli.terminal.sinks import collector, shows_live_text, sinks_for
 class Ready:
     """Everything that a run needs.
 
-    recipe: the recipe to record, which can run again. where: the record of the environment. kept:
-    the run folder, if the user asked for one, and the samples in it. session: the loaded models;
-    None if nothing is left to do.
+    recipe: the recipe to record with the results. Running it again repeats the run.
+    where: the facts of the environment, to record with the results.
+    kept: the run folder, if the user asked for one, and the samples that it already holds.
+    session: the loaded models; None if nothing is left to do.
     """
 
     recipe: Recipe
@@ -87,9 +88,13 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """The command's own options. is_single: whether the command line gives the only prompt, so that
-    the run fails if that prompt cannot run. checks: whether to compare the texts with those of the
-    target alone. strict: whether disturbed times make a run partial."""
+    """The options that only this command has.
+
+    is_single: whether the command line gives exactly one prompt. If that prompt cannot run, the
+        command then fails.
+    checks: whether to compare the texts with those that the target writes alone.
+    strict: whether disturbed times make the run count as partial.
+    """
 
     resume: bool
     next_turns: Path | None
@@ -180,8 +185,8 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
             typer.echo(check_line(check), err=True)
     if not asked.quiet:
         _summarise(world, ready, outputs, metrics, as_json=asked.as_json)
-    # Torch's import may keep this frame alive, and the engine with it: free the engine's graphs
-    # here.
+    # Torch's import may keep a reference to this stack frame, so the engine may not be freed when
+    # this function returns. Free its CUDA graphs now.
     if ready.session is not None:
         ready.session.forget_rounds()
     if check is not None and not check.passed:
@@ -201,17 +206,19 @@ def _checked(world: World, ready: Ready, outputs: list[Output]) -> CheckResult:
     plain = greedy_texts(session, job, 0, world)
     check = LosslessCheck(plan.dtype_name, plan.params)
     check.compare(session, key_of(job), texts_of(job, written, plain))
-    return world.once(lambda: check.result)  # only rank 0's logits are valid
+    # Only rank 0 has valid logits, so every rank returns rank 0's result.
+    return world.once(lambda: check.result)
 
 
 def _run(
     world: World, ready: Ready, asked: Asked, watch: MachineWatch
 ) -> tuple[list[Output], Metrics, dict[int, Sample]]:
-    """Run the remaining prompts. Each output is shown and written to disk as soon as it is
-    complete.
+    """Run the prompts that are not done yet. Each output is shown and written to disk as soon as it
+    is complete.
 
-    For a resumed run and a run on a server, the metrics cover all samples in the folder, which are
-    returned too.
+    Returns all outputs, their metrics and the samples. For resumed runs and runs on a server, the
+    metrics are computed from all samples, including those that the folder already held. Otherwise
+    the engine computes the metrics, and no samples are returned.
     """
     job, sinks, done = ready.job, [], ready.kept.done
     if world.is_first:
@@ -242,8 +249,8 @@ def _run(
         if ready.session is not None:
             plan = job.plan
             left = ready.left
-            # A server's answers arrive together at the end of a batch. In small batches, less is
-            # lost if the process is killed.
+            # A server's answers are only written when all requests of a batch are done. So send
+            # small batches: if the process is killed, only the answers of one batch are lost.
             units = [left] if job.backend.is_native else units_of(left, plan.recipe.run.batch_size)
             metrics = None
             for unit in units:
@@ -263,15 +270,17 @@ def _run(
 
 
 def _next_turns(job: Job, outputs: list[Output]) -> str:
-    """Return the text of a .jsonl file with each conversation, its answer and the user's next
-    turn."""
+    """Return the text of a .jsonl file that continues the conversations. Each line has a
+    conversation so far, its answer and the user's next message. Conversations that failed or have
+    no further turn are left out."""
     pairs = zip(job.prompts, outputs, strict=True)
     found = [next_turn(prompt, output.text) for prompt, output in pairs if output.error is None]
     return jsonl_of(prompt for prompt in found if prompt is not None)
 
 
 def _deliver(ready: Ready, document: dict[str, Any], point: Point, *, as_json: bool) -> None:
-    """Finish the folder and write the document."""
+    """Write the results to the run folder, if there is one, and close it. With `as_json`, also
+    print the document."""
     if (folder := ready.folder) is not None:
         if ready.left.prompts or not (folder.path / "points.jsonl").exists():
             folder.append("points.jsonl", point)
@@ -284,7 +293,8 @@ def _deliver(ready: Ready, document: dict[str, Any], point: Point, *, as_json: b
 def _summarise(
     world: World, ready: Ready, outputs: list[Output], metrics: Metrics, *, as_json: bool
 ) -> None:
-    """Print a summary; on a terminal it includes a few tokens at k = 0 for comparison."""
+    """Print a summary. On a terminal, our own engine also decodes a few tokens at k = 0, so that
+    the summary can tell whether speculation pays."""
     job = ready.job
     session = ready.session
     can_compare = session is not None and job.plan.k > 0 and job.backend.is_native

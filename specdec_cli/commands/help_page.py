@@ -1,5 +1,5 @@
-"""Command classes with help that fits 80 columns and a check against two prompt files, and hints
-for command lines that the parser refuses.
+"""Command classes for typer, and hints for command lines that the parser refuses. The classes print
+help that fits 80 columns; `OneSource` also refuses two prompt files.
 
 Imports nothing heavy, since `specdec --help` imports this module.
 """
@@ -21,7 +21,7 @@ ParserError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "
 
 
 class Command(TyperCommand):
-    """A command whose help lists options by panel, and shows whole names in every terminal."""
+    """A command whose help lists options by panel and never truncates their names."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as typer does. Attach the command to each error, so that hints can name it."""
@@ -60,7 +60,7 @@ class OneSource(Command):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as typer does, but raise `UsageError` for a second file."""
-        with suppress(ParserError):  # the parser below raises these errors again
+        with suppress(ParserError):  # `super().parse_args` raises them again
             _, _, given = self.make_parser(ctx).parse_args(args=list(args))
             self._refuse_second(given)
         return super().parse_args(ctx, args)
@@ -77,7 +77,7 @@ class OneSource(Command):
 
 _MOST_GUESSES = 3
 
-# The names of our options, each with the names that other tools use for it, without dashes.
+# Maps our options and commands to the names that other tools use for them, without dashes.
 _OTHER_NAMES: Final = {
     "--target": "checkpoint model",
     "--dataset FILE::COLUMN": "column",
@@ -106,7 +106,7 @@ def explained(error: Any) -> tuple[str, str]:
         return message, hint
     parameters = context.command.params
     names = getattr(context.command, "commands", {})
-    wrong: Any = getattr(error.__cause__, "errors", None)  # errors from pydantic
+    wrong: Any = getattr(error.__cause__, "errors", None)  # a method of pydantic's ValidationError
     if wrong is not None:
         from specdec_cli.recipe.problems import describe
 
@@ -130,8 +130,12 @@ def explained(error: Any) -> tuple[str, str]:
 
 
 def _guess(given: str, known: Sequence[str]) -> str:
-    """Return a question such as `did you mean --target? `, or "" if no name is similar. It prefers
-    names that start with the given text, then recipe keys, then names with a similar spelling."""
+    """Return the start of a hint for an unknown option or command; "" if no name is similar. It is
+    mostly a question, such as `did you mean --target? `.
+
+    The name is looked up in this order: names that other tools use, known names that start with it,
+    recipe keys, and known names with a similar spelling.
+    """
     name = given.replace("_", "-")
     tried = name.lstrip("-")
     other = next((ours for ours, others in _OTHER_NAMES.items() if tried in others.split()), "")

@@ -38,9 +38,11 @@ _MAX_COUNT, _MAX_BATCH = 2**31 - 1, 2**16
 def option(
     flags: str, metavar: str | None, help: str, panel: str | None = None, **more: Any
 ) -> Any:
-    """Make a typer option for `Annotated`. flags: its spellings, separated by spaces. metavar: the
-    name of its value; None for a flag.
+    """Make a typer option to use in `Annotated`.
 
+    flags: the option's spellings, separated by spaces.
+    metavar: how the help shows the option's value; None for a flag without a value.
+    panel: the section of the help that lists the option; None for the default section.
     more: further arguments of `typer.Option`.
     """
     return typer.Option(*flags.split(), metavar=metavar, help=help, rich_help_panel=panel, **more)
@@ -168,7 +170,9 @@ _PLUGIN = (
 )
 Plugins = Annotated[list[str] | None, option("--plugin", "FILE.py", _PLUGIN, _MODELS)]
 
-# Each parameter's name with the recipe key that it sets; `*` stands for both models.
+# Two tables from parameters of command functions to the recipe keys that they set. The parameters
+# in the first table are named like their keys, and are listed by the recipe's sections. In the
+# second table, `*` in a key stands for both `target` and `draft`.
 _OF_SECTIONS: Final = {
     "speculation": ("method", _K, *(f"synthetic_acceptance_{of}" for of in ("rates", "length"))),
     "sampling": ("temperature", "top_k", "top_p", "max_new_tokens", "ignore_eos"),
@@ -240,9 +244,10 @@ def _key_parameters() -> Iterator[inspect.Parameter]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A command line: the options that all commands with a recipe share.
+    """A parsed command line: the values of the options that all commands with a recipe share.
 
-    place: how this process was started. given: the shared options that set recipe keys.
+    place: how this process was started, alone or as one of several ranks.
+    given: the values of the shared options that set recipe keys, by parameter name.
     """
 
     place: Place
@@ -273,8 +278,8 @@ class Asked:
 
     @property
     def is_heard(self) -> bool:
-        """True if this process writes to the user. The parent writes for the ranks that it
-        starts."""
+        """True if this process prints messages for the user. Only one process of a run does: rank
+        0, or the parent process if it started the ranks."""
         return self.place.rank is None or self.place.rank.tells_user
 
     def permissions(self) -> Permissions:
@@ -285,11 +290,13 @@ class Asked:
     def resolve(
         self, own: Mapping[str, object], sets: Sequence[str] = ()
     ) -> "specdec_cli.recipe.Recipe":
-        """Resolve the recipe of the command line, with the method that its draft needs and, if
-        `sampling.from` says so, the target's own sampling.
+        """Resolve the recipe from the command line. Also choose the speculation method that the
+        draft needs and, if `sampling.from` asks for it, read the sampling settings from the
+        target's files.
 
-        own: the command's own options, as for the function `resolve`. sets: further values of
-        `--set`.
+        own: the values of the options that only this command has, by the same names as in the
+            function `resolve`.
+        sets: further `KEY=VALUE` items, as for --set.
         """
         from specdec_cli.models.draft_form import with_method
         from specdec_cli.models.generation_config import with_sampling
@@ -299,7 +306,8 @@ class Asked:
         if found.load.request_rate is not None and "request_rate" not in own:
             told = "load.request_rate: only sweep-k sends requests at a rate"
             raise UsageError(told, "pass --set load.request_rate=null")
-        # An option overrides the recipe. A draft that an option names also sets the method.
+        # Options override the recipe. So --draft may also replace the recipe's method by one that
+        # fits the new draft, unless the command line names a method itself.
         is_free = options.get("draft") is not None
         names_method = _METHOD in parse_sets(all_sets) or options.get("method") is not None
         return with_sampling(with_method(found, is_free=is_free and not names_method))
@@ -329,11 +337,13 @@ class Asked:
 
 
 def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the shared options, which it receives as its first argument, an `Asked`.
+    """Return a decorator that adds the shared options to a command. The command receives their
+    values as its first argument, an `Asked`.
 
-    A command that reads prompts receives `Prompts` as its second argument. An option that the
-    command declares itself takes the place of the shared option of that name. without: shared
-    options to leave out.
+    If its second argument is a `Prompts`, the command also gets the options for the source of
+    prompts. An option that the command declares itself replaces the shared option of the same name.
+
+    without: the names of shared options to leave out.
     """
 
     def decorate(run: Callable[..., None]) -> Callable[..., None]:
@@ -409,8 +419,12 @@ def resolve(
 
 
 def _typed(ctx: typer.Context, asked: Asked, where: Collection[str]) -> set[str]:
-    """Return the keys of the run's settings that the command line sets. where: the names of the
-    parameters for the source of prompts."""
+    """Return the names of the settings that the user gave on the command line. For each option,
+    this includes its parameter's name, that name with an "s", and its recipe key, since settings
+    may have any of these names.
+
+    where: the names of the parameters that choose the prompts. All of them count as `prompts`.
+    """
     keys = set(parse_sets(asked.sets or ()))
     for name in ctx.params:
         if (source := ctx.get_parameter_source(name)) is None or source.name != "COMMANDLINE":
@@ -430,7 +444,8 @@ def load_plugins(files: Sequence[str] | None) -> None:
 
 
 def parse_sets(sets: Sequence[str], option: str = "--set") -> dict[str, object]:
-    """Parse `["a.b=1"]` into `{"a.b": 1}`; a repeated key has its last value."""
+    """Parse `["a.b=1"]` into `{"a.b": 1}`. If a key is repeated, its last value counts. Raises
+    `UsageError` for an item that is not KEY=VALUE."""
     from specdec_cli.recipe.source import parse_value
 
     overrides: dict[str, object] = {}

@@ -1,5 +1,5 @@
-"""Turns what a server sent into answers: computes each request's share of the time, and its rounds
-if the server reports enough."""
+"""Converts what a server sent to answers. Requests run at the same time, so each is charged a share
+of the time. Rounds are reconstructed if the server reports enough about them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,13 @@ INVALID = "spec_details_invalid"
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """The rounds of one request. order: two lists, the tokens that each round accepted and the
-    tokens that it proposed. histogram: entry i is the number of rounds that accepted i tokens. Each
-    is None if unknown."""
+    """The rounds of one request, in order or only counted.
+
+    order: two lists, with the number of tokens that each round accepted and proposed, in this
+        order; None if the order of the rounds is unknown.
+    histogram: entry i is the number of rounds that accepted i tokens; None if unknown, or if
+        `order` is known.
+    """
 
     order: tuple[list[int], list[int]] | None = None
     histogram: list[int] | None = None
@@ -32,11 +36,13 @@ class Rounds:
 
 
 def is_sound(found: Details, k: int, tokens_after_first: int, *, may_skip: bool) -> bool:
-    """Return True if a server's details are consistent with each other and with the text.
+    """Return True if a server's report on rounds is consistent with itself and with the length of
+    the text.
 
-    tokens_after_first: the number of tokens after the first chunk, which prefill writes. may_skip:
-    whether rounds may propose nothing. The server does not count such rounds, so the text may have
-    more tokens than the counted rounds can write.
+    tokens_after_first: the number of output tokens that do not come from prefill. Prefill writes
+        the first chunk, and rounds write the others.
+    may_skip: whether a round may propose nothing. The server does not count such rounds, so the
+        text may then be longer than the counted rounds explain.
     """
     numbers = (found.num_rounds, found.num_accepted, *found.histogram)
     if any(type(one) is not int or one < 0 for one in numbers) or len(found.histogram) > k + 1:
@@ -63,12 +69,12 @@ def is_sound(found: Details, k: int, tokens_after_first: int, *, may_skip: bool)
 
 
 def in_order(found: Details, sizes: Sequence[int]) -> list[int] | None:
-    """Return how many tokens each round accepted, in order. Returns None if the chunks do not fit
-    the histogram of rounds.
+    """Return how many proposals each round accepted, in order: as the server reports it, or else as
+    the sizes of the chunks show. Returns None if the chunks do not fit the server's histogram.
 
-    sizes: the number of tokens in each chunk after the first. Every round except the last sends one
-    chunk: its accepted proposals and one more token. The last round may have accepted tokens after
-    the end of the text, which are in no chunk.
+    sizes: the number of tokens in each chunk after the first. Each round sends one chunk: its
+    accepted proposals and one more token. Only the last round may have accepted more tokens than it
+    sends, because the text can end among them.
     """
     if found.accepted is not None:
         return list(found.accepted)
@@ -173,9 +179,15 @@ def finished(
     times: tuple[float, float],
     most: int,
 ) -> Finished:
-    """Make the answer to one request. times: the request's share of the decoding time, and its
-    share of the whole time from sending to the last token, in seconds. most: the number of tokens
-    after which the answer had to end."""
+    """Convert the outcome of one request to a `Finished` answer.
+
+    k: the run's proposal length. At k = 0, each token after the first chunk counts as one round.
+    source: how the rounds became known; None if they are unknown.
+    rounds: the request's rounds.
+    times: the request's share of the decoding time, and its share of the whole time from sending to
+        the last token, in seconds.
+    most: the number of tokens at which the answer would have been cut off.
+    """
     reading, request = answer.reading, answer.request
     served = Served(
         EngineFacts(kind=facts.kind, version=facts.version, acceptance_source=source),

@@ -1,6 +1,7 @@
-"""The backend for servers. It loads no model: of a recipe's models it needs only the tokenizer.
+"""The backend for inference servers. It loads no model weights: of the recipe's models, it reads
+only the target's tokenizer and configuration files.
 
-Tokenizers are imported only in the functions that use them.
+Libraries for tokenizers take long to import, so only the functions that use them import them.
 """
 
 import platform
@@ -37,10 +38,15 @@ class Elsewhere:
 
 
 class ServerBackend:
-    """A backend with one server for each k. Use it as a context manager.
+    """A backend that uses a different server for each k. Use it as a context manager, which stops
+    the server that it started.
 
-    It can start servers itself, one at a time. logs: the folder for the logs of started servers.
-    started: the facts that these servers reported. notices: warnings about these servers.
+    The servers may run already, or this class starts them, one at a time.
+
+    servers: the servers that answer requests, by k.
+    logs: the folder for the logs of started servers.
+    started: the facts that the started servers reported.
+    notices: warnings about the started servers.
     """
 
     is_native = False
@@ -76,7 +82,8 @@ class ServerBackend:
         )
 
     def start(self, plan: Prepared, k: int, told: Callable[[str], None]) -> None:
-        """Start a server for `k`, and wait until it is healthy. No other server may be running."""
+        """Start a server for `k`, and wait until it is healthy. No other server may be running.
+        told: called with each progress message."""
         recipe, engine = plan.recipe, plan.recipe.engine
         command = command_of(engine.kind, recipe, k, self._permissions)
         command = command.without(self._unknown) or command
@@ -187,8 +194,9 @@ class ServerBackend:
         )
 
     def _proposer(self, recipe: Recipe) -> str | None:
-        """Return the name of the recipe's draft, or of its method without a draft, or else the
-        method that a server reports."""
+        """Return a name for what proposes tokens: the recipe's draft, or its method if that needs
+        no draft, or else the method that a server reports, or "server" if none reports one. Returns
+        None if no server proposes tokens."""
         method = recipe.speculation.method
         if weights_from(method) == "draft" and recipe.draft is not None:
             return recipe.draft.model
@@ -210,7 +218,8 @@ class ServerBackend:
             batch_size=recipe.run.batch_size,
             max_model_len=plan.max_model_len,
             limits=Limits(recipe.engine.request_timeout_s, recipe.engine.retries),
-            may_skip=weights_from(recipe.speculation.method) == "none",  # a lookup may find nothing
+            # Methods without weights look up earlier text, and may find nothing to propose.
+            may_skip=weights_from(recipe.speculation.method) == "none",
             line=self._line,
             check=self._check,
         )

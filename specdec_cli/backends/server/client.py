@@ -35,13 +35,14 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 @dataclass(slots=True)
 class Answer:
-    """The outcome of one request. Times are in seconds on one clock.
+    """The outcome of one request. All times are in seconds on one clock.
 
-    due: when the request should be sent. sent: when the client was ready to send it, before any
-    wait for a slot; 0 if not recorded. began: when the last attempt started. chunks: the time and
-    the number of new tokens of each chunk that holds text or tokens. error: why there is no usable
-    answer; None if there is one. lost_tokens: the largest number of tokens that failed attempts may
-    have generated.
+    due: when the request should be sent.
+    sent: when the client was ready to send it, before any wait for a slot; 0 if not recorded.
+    began: when the last attempt started.
+    chunks: the arrival time and the number of new tokens of each chunk that holds text or tokens.
+    error: why there is no usable answer; None if there is one.
+    lost_tokens: the largest number of tokens that the server may have generated in failed attempts.
     """
 
     request: Request
@@ -110,8 +111,8 @@ class Events:
 
 
 def new_session() -> aiohttp.ClientSession:
-    """Open an HTTP session with any number of connections. The key is taken from the
-    environment."""
+    """Open an HTTP session without a limit on the number of connections. It sends the API key from
+    the environment, if there is one."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None),
         headers={"Authorization": f"Bearer {own}"} if (own := key()) else None,
@@ -176,15 +177,17 @@ class Client:
                     await asyncio.sleep(wait)
                 answer.sent = time.perf_counter()
                 group.create_task(one(answer))
-                await asyncio.sleep(0)  # late requests must not keep answers from being read
+                # If requests are late, the loop does not sleep above. Yield here, so that the
+                # answers to earlier requests are still read in time.
+                await asyncio.sleep(0)
 
         async with asyncio.TaskGroup() as group:
             sender = group.create_task(send(group))
         return answers
 
     async def _ask(self, answer: Answer) -> None:
-        """Send the request, and retry failures that may pass. Timeouts and refusals are not
-        retried."""
+        """Send the request. Retry it after temporary failures, at most `limits.retries` times, but
+        not after a timeout or a refusal. Records the result or the error in `answer`."""
         limits, most_new = self.limits, self.params.max_new_tokens
         for attempt in range(limits.retries + 1):
             answer.reading, answer.chunks, answer.num_retries = Reading(), [], attempt

@@ -28,7 +28,8 @@ class Scrape:
 
         found: dict[Series, float] = {}
         for family in text_string_to_metric_families(text):
-            for sample in family.samples:  # a family's name lacks `_total`
+            # The parser drops `_total` from a family's name, but not from its samples' names.
+            for sample in family.samples:
                 if sample.name.startswith(_PREFIX) and sample.name.endswith(("_total", "_created")):
                     found[sample.name, tuple(sorted(sample.labels.items()))] = sample.value
         return cls(found)
@@ -75,11 +76,14 @@ def has_reset(before: Scrape, after: Scrape) -> bool:
 
 
 def difference(before: Scrape, after: Scrape, k: int, tokens: int, most_more: int) -> Counted | str:
-    """Compute the counts of a run from the readings before and after it. Returns a warning code if
-    they are unknown.
+    """Compute how much the counters grew during a run, from the readings before and after it.
+    Returns a warning code instead if the counters were reset, if they also count other clients'
+    requests, or if they lag behind the answers.
 
-    tokens: the number of output tokens of our requests. most_more: the largest number of additional
-    tokens that the server may have generated for our requests.
+    k: the number of draft positions to count.
+    tokens: the number of output tokens in the answers to our requests.
+    most_more: the largest number of further tokens that the server may have generated for our
+        requests.
     """
     if has_reset(before, after):
         return RESET

@@ -91,15 +91,17 @@ async def look_at(
 
 
 def _sglang_k(info: Mapping[str, Any]) -> int:
-    """Return the proposal length of an SGLang server. A chain of N draft tokens has N - 1
-    proposals, since one of its tokens is the target's own. In a draft tree, it is the number of
-    steps."""
+    """Return the number of proposals per round of an SGLang server. SGLang's number of draft tokens
+    includes one token that the target has already chosen. So for a chain of draft tokens, k is that
+    number minus 1. For a draft tree, k is its depth, the number of steps."""
     if info["speculative_algorithm"] is None:
         return 0
     steps, tokens = (info.get(f"speculative_num_{name}") for name in ("steps", "draft_tokens"))
     if steps is not None and (tokens is None or info.get("speculative_eagle_topk") != 1):
         return int(steps)
-    return max(0, int(tokens or 1) - 1)  # block drafters report one step, n-grams report none
+    # For chains, the steps cannot be used: drafters that propose a whole block at once report one
+    # step, and n-gram lookup reports none.
+    return max(0, int(tokens or 1) - 1)
 
 
 def _chosen(

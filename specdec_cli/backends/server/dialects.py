@@ -1,5 +1,5 @@
-"""The interface of dialects, and the types and helpers that they share. A dialect is one kind of
-server's format of requests and answers.
+"""The interface of dialects, with the types and helpers that they share. A dialect knows the format
+of the requests and answers of one kind of server.
 
 A dialect only converts data; it does no input or output.
 """
@@ -17,8 +17,8 @@ _MOST_WORDS = 300
 
 
 class Broken(Exception):
-    """A failure that another attempt may avoid. wait_s: the seconds that the server asks to wait
-    before the next attempt."""
+    """A failure that may be temporary, so the request is worth another attempt. wait_s: how long
+    the server asks to wait before the next attempt, in seconds."""
 
     def __init__(self, told: str, wait_s: float = 0.0) -> None:
         super().__init__(told)
@@ -79,7 +79,7 @@ class Reading:
 
 
 class Dialect(Protocol):
-    """One kind of server's format of requests and answers. counts: whether such servers have
+    """The format of requests and answers of one kind of server. counts: whether these servers have
     counters of proposed and accepted tokens."""
 
     kind: Kind
@@ -123,8 +123,8 @@ def listed(found: object) -> tuple[Any, ...]:
 
 
 def key() -> str:
-    """Return the API key from OPENAI_API_KEY; empty if unset. It may have been read from a file, so
-    its line ending is removed."""
+    """Return the API key from OPENAI_API_KEY; empty if unset. White space around it is removed,
+    since a key that was read from a file often ends in a line break."""
     return os.environ.get("OPENAI_API_KEY", "").strip()
 
 

@@ -25,9 +25,13 @@ _BOTH_FROM_RULE = {"rejection": None, "block": "block", "synthetic": "synthetic"
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command that starts a server. launch: its first words. flags: the flags that follow from
-    the recipe, each with its values. args: the user's own arguments, which come last. env:
-    variables to add to the environment."""
+    """A command that starts a server.
+
+    launch: the words that begin the command, such as `vllm serve {model}`.
+    flags: the flags that the recipe asks for, each with its values.
+    args: the user's own arguments, which come last.
+    env: variables to add to the environment.
+    """
 
     launch: tuple[str, ...]
     flags: list[tuple[str, ...]]
@@ -59,8 +63,8 @@ def model_words(section: ModelSection) -> str:
 
 
 def _has_no_tokenizer(section: ModelSection) -> bool:
-    """Return True if a model with random weights has a folder without a tokenizer. Servers then
-    take only token ids."""
+    """Return True if the model has random weights and its local folder holds no tokenizer. The
+    server must then be started without a tokenizer, and can only exchange token ids."""
     from specdec_cli.models.resolve import local_place
     from specdec_cli.models.tokenizer import has_tokenizer
 
@@ -143,8 +147,9 @@ def _sglang_flags(recipe: Recipe, k: int) -> list[tuple[str, ...]]:
 
 
 def _sglang_length(recipe: Recipe, k: int) -> float | None:
-    """Return the mean acceptance length to simulate; None if nothing is simulated. SGLang draws one
-    length for a whole batch, so it takes only the mean."""
+    """Return the mean acceptance length that SGLang must simulate; None if nothing is simulated.
+    SGLang draws one length for the whole batch, so it can be given a mean but no rates per
+    position."""
     if _rule_of(recipe, "SGLang") != "synthetic":
         return None
     speculation = recipe.speculation

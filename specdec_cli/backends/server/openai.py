@@ -1,5 +1,6 @@
-"""The dialects for /v1/completions. Any OpenAI-compatible server sends texts, which can be timed.
-vLLM also sends token ids, and reports rounds in details or in counters."""
+"""The dialects for /v1/completions. Any OpenAI-compatible server streams text, which is enough to
+measure times. vLLM also sends token ids. It reports its rounds with each answer or in its
+counters."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -18,15 +18,15 @@ from specdec_cli.text import inert
 HOST = "127.0.0.1"
 _LAST_LINES = 5
 _UNKNOWN = re.compile(r"unrecognized arguments: (.*)")
-_SLACK_S = 20.0  # time for killed processes to end, after the time limit for stopping
+_SLACK_S = 20.0  # extra wait after `stop_timeout_s`, in which killed processes end
 
 
 _NOT_FOUND = 127  # the exit code for a command that does not exist, as in shells
 
 
 class NotUpError(RunError):
-    """The server cannot be started here, or is not healthy in time. If no point was measured, the
-    command exits with 5."""
+    """The server could not be started on this machine, or did not become healthy in time. If the
+    command has not measured any point yet, it exits with code 5."""
 
     code = ExitCode.ENVIRONMENT
 
@@ -45,7 +45,7 @@ class Process:
         self._stop_timeout_s = stop_timeout_s
         self.code: int | None = None
         mark = secrets.token_hex(8)
-        # -P, since a file in the current folder could shadow a module.
+        # -P keeps the script's folder off the module path, where a file could shadow a module.
         command = [sys.executable, "-P", str(Path(guardian.__file__)), mark, str(stop_timeout_s)]
         with log.open("ab") as file:
             self._guardian = subprocess.Popen(

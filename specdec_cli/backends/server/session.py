@@ -1,4 +1,5 @@
-"""A session that sends requests to servers. Each run uses the server with its k."""
+"""A session that sends requests to servers. There is one server for each k, and a run uses the
+server that has its k."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,7 +23,8 @@ from specdec_cli.core.types import Arrivals, Request, SamplingParams
 
 DIALECTS: Mapping[str, Dialect] = {one.kind: one for one in (Vllm(), Sglang(), OpenAI())}
 _SCRAPES = 20
-_LAGGING = 128  # with more concurrent requests, counters may still rise after the answers arrive
+# If more requests than this run at once, counters may still rise after the last answer has arrived.
+_LAGGING = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,8 @@ class Line:
 
 
 async def scrape(http: aiohttp.ClientSession, url: str) -> Scrape | None:
-    """Read the server's counters from /metrics. Returns None if it shows none."""
+    """Read the server's counters from /metrics. Returns None if it has none, or if they cannot be
+    read."""
     try:
         async with asyncio.timeout(times.SHORT_S), http.get(f"{url}/metrics") as response:
             found = Scrape.of(await response.text()) if response.status == 200 else None
@@ -109,7 +112,8 @@ class ServerSession:
         return replace(self, batch_size=batch_size)
 
     def forget_rounds(self) -> None:
-        """Do nothing, because the session keeps no data of rounds."""
+        """Do nothing: rounds run on the server, so this session holds nothing that could be
+        freed."""
 
     def logits_after(
         self, tokens: list[int], width: int, start: int, params: SamplingParams
@@ -144,8 +148,9 @@ class ServerSession:
     async def _answers(
         self, http: aiohttp.ClientSession, ask: _Ask, k: int, params: SamplingParams
     ) -> tuple[list[Answer], Counted | str | None]:
-        """Get the answers from the server with this k. Returns them with the server's counts over
-        all of them; see `difference`."""
+        """Send the requests to the server that has this k, and read its counters before and after.
+        Returns the answers and how much the counters grew, or a warning code; see `difference`.
+        None instead if there are no counters."""
         facts = self.servers[k]
         dialect = DIALECTS[facts.kind]
         before = await scrape(http, facts.url) if dialect.counts else None
@@ -199,8 +204,9 @@ class ServerSession:
 def _with_common(
     found: list[Finished], of_all: Counted | None, remarks: set[str]
 ) -> list[Finished]:
-    """Return the answers. The counts and warnings of all of them are added to the last answer
-    without an error."""
+    """Return the answers, with what is only known for all of them together: the counts `of_all` and
+    the warning codes `remarks`. One answer carries these, so that they are counted only once: the
+    last answer without an error. If there is none, they are dropped."""
     place = next((i for i in reversed(range(len(found))) if found[i].error is None), None)
     if place is not None and (served := found[place].served) is not None:
         codes = (*served.remarks, *sorted(remarks))
