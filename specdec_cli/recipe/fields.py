@@ -24,22 +24,23 @@ _EXPONENTIAL = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
 
 
 def _switch_word(value: object) -> object:
-    """Turn booleans into the words on and off, since YAML 1.1 tools write these words as booleans.
-    Yes means on, and no means off."""
+    """Turn booleans, "yes" and "no" into "on" or "off". YAML 1.1 tools treat an unquoted `on` or
+    `off` as a boolean, and may write it back as true or false."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return {"yes": "on", "no": "off"}.get(value, value) if isinstance(value, str) else value
 
 
 def _yes_or_no(value: object) -> object:
-    """Turn the words yes, no, on and off, which `source` reads as text, into booleans."""
+    """Turn words such as "yes" and "off" into booleans. The YAML reader in `source` leaves them as
+    text, since only true and false are booleans in YAML 1.2."""
     word = value.lower() if isinstance(value, str) else None
     return True if word in _YES else False if word in _NO else value
 
 
 def _number(value: object) -> object:
-    """Refuse text and booleans in place of numbers. Numbers such as 1e-6 are allowed as text, since
-    YAML 1.1 reads them so."""
+    """Reject text and booleans where a number is expected. Text such as "1e-6" is allowed, because
+    YAML 1.1 readers return this number as text."""
     if isinstance(value, bool) or (isinstance(value, str) and not _EXPONENTIAL.fullmatch(value)):
         raise PydanticCustomError("float_type", "Input should be a valid number")
     return value
@@ -56,7 +57,7 @@ def _byte_count(value: object) -> object:
 
 
 def _refusing(is_wrong: Callable[[str], bool], told: str) -> AfterValidator:
-    """Make a validator that refuses texts for which `is_wrong` is true. told: its message."""
+    """Make a validator that rejects text for which `is_wrong` is true. told: the error message."""
 
     def check(value: str) -> str:
         if is_wrong(value):
@@ -77,7 +78,7 @@ _GGUF = _refusing(
     "should name a .gguf file in the model's folder",
 )
 
-# Limits keep counts far below the range of a tensor index or a file size.
+# These limits keep counts well below the largest valid tensor index or file size.
 MAX_COUNT = 2**31 - 1
 MAX_BATCH = 2**16  # far more sequences than any device decodes at once
 MAX_BYTES = 2**63 - 1
@@ -96,7 +97,8 @@ ByteCount = Annotated[_Bytes, BeforeValidator(_byte_count, json_schema_input_typ
 CountOrZero = Annotated[StrictInt, Field(ge=0, le=MAX_COUNT)]
 Truth = Annotated[StrictBool, BeforeValidator(_yes_or_no)]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch_word)]
-NUMBER = BeforeValidator(_number)  # after the limits, so that the JSON Schema includes them
+# NUMBER must come after Field(...) in Annotated, or Field's limits are lost from the JSON Schema.
+NUMBER = BeforeValidator(_number)
 Probability = Annotated[float, Field(ge=0.0, le=1.0), NUMBER]
 Part = Annotated[float, Field(gt=0.0, le=1.0), NUMBER]
 Seconds = Annotated[float, Field(gt=0.0, le=MAX_SECONDS), NUMBER]
@@ -105,7 +107,8 @@ Tokens = Annotated[StrictInt, Field(ge=0, le=1024)]  # proposed tokens per round
 
 
 def _rates(value: object) -> object:
-    """Turn a single rate into a list; YAML reads `.inf` as a number."""
+    """Return a single rate or a list of rates as a tuple; None stays None. Infinity, which
+    is how YAML reads `.inf`, becomes the text "inf"."""
     each = list(value) if isinstance(value, list | tuple) else [value]
     return None if value is None else tuple("inf" if one == float("inf") else one for one in each)
 

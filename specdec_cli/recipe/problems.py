@@ -1,6 +1,7 @@
-"""Writes messages for errors in a recipe, with a guess at the intended key.
+"""Writes messages for errors in a recipe, and suggests the key that was probably meant.
 
-This module reads the schema and pydantic's error records. Callers add where a value came from.
+It needs only the schema and pydantic's error records. Callers add the file and line, or the
+command-line option, that a value came from.
 """
 
 import re
@@ -30,7 +31,8 @@ def place(error: ErrorDetails) -> KeyPath:
     """Return the path of the key that an error is about."""
     path: KeyPath = error["loc"]
     if error["type"] == "missing" and len(path) == 1:
-        return (*path, "model")  # `target` is the only required section
+        # Only the section `target` is required. Name its required key, which the user has to write.
+        return (*path, "model")
     key = error.get("ctx", {}).get("key")
     return (*path, key) if isinstance(key, str) else path
 
@@ -83,8 +85,8 @@ def describe(error: ErrorDetails) -> str:
 
 
 def unknown_key(key: str) -> str:
-    """Make the message for an unknown key. It names the nearest valid key, and asks whether that
-    key was meant if it is close."""
+    """Return the message for an unknown key. It names the most similar valid key; if that key is
+    close enough, it asks "did you mean ...?"."""
     if key.rpartition(".")[2] == "<<":
         return "merge keys are not supported: write the keys out"
     nearest, is_close = nearest_key(key)

@@ -29,11 +29,11 @@ from specdec_cli.recipe.source import Document, Dumper, KeyPath, dotted, read
 from specdec_cli.text import inert, one_line, shown
 
 DEMO_RECIPE = "demo"
-PROMPTS = "prompts.jsonl"  # in a run folder: prompts that are in no file of the user
+PROMPTS = "prompts.jsonl"  # a run folder stores prompts here if no file of the user has them
 EVERY_DTYPE = "*.dtype"  # an override with this key sets the dtype of every model in the recipe
 
 _MODEL_KEYS = ("target.model", "draft.model")
-_SHAPES = "shapes/"  # beside the bundled recipes: model folders that have only a config
+_SHAPES = "shapes/"  # next to the bundled recipes; model folders with only a config.json
 _MAX_SHOWN = 50
 _HINT = "`specdec recipe schema` lists the keys and their allowed values"
 
@@ -48,8 +48,8 @@ class BundledRecipe:
 
 
 def bundled_folder() -> Path:
-    """Return the folder of bundled recipes. It is inside an installed package, but beside the
-    package in a checkout."""
+    """Return the folder of bundled recipes: inside the package if specdec is installed, next to the
+    package in a source checkout."""
     package = Path(specdec_cli.__file__).parent
     installed = package / "recipes"
     return installed if installed.is_dir() else package.parent / "recipes"
@@ -67,7 +67,7 @@ def bundled_recipes() -> list[BundledRecipe]:
 
 
 def _rank(name: str) -> int:
-    """Return the sort key for a recipe's kind."""
+    """Return a sort key that puts demo recipes first and recipes with random weights last."""
     return 0 if name.startswith("demo") else 2 if name.startswith("bench-") else 1
 
 
@@ -91,10 +91,13 @@ def load_recipe(
     """Load a recipe file or bundled recipe, apply `overrides` (dotted key to value), and check the
     result.
 
-    Without a source, the recipe is the demo pair, or only the defaults if the overrides name a
-    target. origins: the option that each override came from (`--temperature`), for messages.
-    overridden: values of `--set` that other options replace. Replaced values are checked too,
-    including those in the file. Raises one `UsageError` for all problems, one per line.
+    source: a file, or the name of a bundled recipe. If None, the demo recipe is loaded, or only the
+        defaults if `overrides` name a target.
+    origins: the option that each override came from, such as `--temperature`; used in messages.
+    overridden: values from `--set` that another option replaces. They are checked all the same, as
+        are values in the file that an override replaces.
+
+    Raises a single `UsageError` that lists all problems, one per line.
     """
     overrides = dict(overrides or {})
     if source is None and not _names_target(overrides):
@@ -176,8 +179,8 @@ def read_source(source: str) -> Document:
 
 
 def _own_prompts(value: object, recipe: Path) -> str | None:
-    """Return the present path of a run folder's own prompts file; None if `value` names other
-    prompts."""
+    """Return the absolute path of the prompts file that a run folder stores next to its recipe.
+    Returns None if the recipe is not in a run folder, or if `value` names another file."""
     own = recipe.parent / PROMPTS
     is_run = recipe.name == "recipe.yaml" and (recipe.parent / "environment.json").is_file()
     return os.path.abspath(own) if is_run and value == PROMPTS and own.is_file() else None
@@ -250,8 +253,12 @@ class _Merge:
                 self._set(f"{section}.dtype", overrides[EVERY_DTYPE], origin)
 
     def where(self, path: KeyPath, *, is_missing: bool) -> tuple[int, str]:
-        """Return the line and the name of a key's origin: an option (line 0, which sorts first), or
-        a line of the file."""
+        """Return where a key's value came from, as a line number and a text for messages.
+
+        For an override this is line 0, which sorts first, and the option; otherwise it is the line
+        in the file and "FILE:LINE". is_missing: whether the key is absent; then an option that
+        created the section around it counts as its origin.
+        """
         lines = self.document.lines
         for depth in range(len(path), 0, -1):
             key = dotted(path[:depth])
@@ -265,7 +272,8 @@ class _Merge:
         return line, f"{self.document.name}:{line}"
 
     def _made(self, section: str) -> str | None:
-        """Return the origin of a section that only overrides created; None for other sections."""
+        """Return an option that set a key in this section, if the section is not in the file;
+        otherwise None."""
         data = self.document.data
         if isinstance(data, dict) and isinstance(data.get(section), dict):
             return None
@@ -285,7 +293,7 @@ class _Merge:
         for section in sections:
             inner = values.get(section)
             if inner is not None and not isinstance(inner, dict):
-                return  # the check of the whole recipe reports this
+                return  # reported when the whole recipe is checked
             values[section] = inner = dict(inner or {})
             values = inner
         around = {path[:depth] for depth in range(1, len(path) + 1)}

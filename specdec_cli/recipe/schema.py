@@ -46,10 +46,11 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _method_without_draft(cls, data: Any) -> Any:
-        """Set `method` if the recipe has no draft model.
+        """Set `speculation.method` for recipes without a draft model.
 
-        If `draft.model` names a method without a draft, such as ngram, that method is used. If
-        there is no draft, the default is none; a method that needs a draft becomes none at k = 0.
+        If `draft.model` is the name of a method that needs no draft, such as ngram, use this method
+        and drop the draft section. If there is no draft section, the method defaults to "none",
+        which is plain decoding. At k = 0, a method that needs a draft is replaced by "none", too.
         """
         if not isinstance(data, dict):
             return data
@@ -113,7 +114,8 @@ def section_models() -> dict[str, type[BaseModel]]:
     return {name: (get_args(kind) or (kind,))[0] for name, kind in kinds.items()}
 
 
-# Mappings whose keys belong to plugins, chat templates or servers.
+# Mappings that accept keys which the schema does not list: options of plugins, variables of chat
+# templates, environment variables of servers, and latency objectives.
 OPEN_SECTIONS = ("speculation.options.", "data.template.", "engine.env.", "load.slo.")
 INNER_SECTIONS: dict[str, type[BaseModel]] = {"speculation.length": LengthSection}
 
@@ -124,7 +126,7 @@ def keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 def key_fields() -> dict[str, FieldInfo]:
-    """Return the field of every dotted key of a recipe, in order."""
+    """Map every key of a recipe, written with dots (`run.seed`), to its field, in schema order."""
     found: dict[str, FieldInfo] = {}
     for section, model in section_models().items():
         for key, info in keys_of(model).items():

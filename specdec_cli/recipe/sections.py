@@ -1,6 +1,7 @@
 """The sections of a recipe: their keys, defaults and valid values.
 
-Keys that belong to one method, rule or policy are in its module in `choices`.
+A key for a single method, acceptance rule or length policy is defined in that choice's module in
+`choices`.
 """
 
 from collections.abc import Callable, Mapping
@@ -54,7 +55,7 @@ from specdec_cli.recipe.objectives import objective
 
 
 class ModelSection(Section):
-    """A model, how to load it, and its number of ranks."""
+    """Settings for one model: its source, its weights and dtype, and its number of ranks."""
 
     model: Place = Field(
         description="folder or .gguf file, Hugging Face id, package:NAME (the model that an "
@@ -217,8 +218,8 @@ class RunSection(Section):
 
 
 class EngineSection(Section):
-    """The engine: our own, servers that already run (`--server`), or servers to start (`kind`,
-    `--serve`)."""
+    """The engine that generates text: our own, a running server (`--server`), or a server that the
+    sweep starts (`kind`, `--serve`)."""
 
     kind: Literal["native", "vllm", "sglang"] = entry(
         "native", "native is our own engine; for the others, a sweep starts servers"
@@ -242,7 +243,7 @@ class EngineSection(Section):
 
 
 class LoadSection(Section):
-    """Requests that arrive at a rate, in a sweep. See docs/load.md."""
+    """Settings for a sweep whose requests arrive at a given rate. See docs/load.md."""
 
     request_rate: Rates | None = entry(
         None,
@@ -282,7 +283,7 @@ class LoadSection(Section):
         return self
 
 
-# Keys of `data` that describe the rows in its file or dataset.
+# Keys of `data` that select rows or columns, and so mean nothing without its file or dataset.
 ABOUT_ROWS = {"split", "subset", "column", "limit", "sample", "turn", "categories"}
 
 

@@ -1,7 +1,7 @@
 """Reads YAML text into plain data, with the line of every key.
 
-Scalars follow YAML 1.2's core schema: `on`, `no` and `12:30` are words, `012` is twelve, `1e-3` is
-a number.
+Scalars follow YAML 1.2's core schema: `on`, `no` and `12:30` are strings, `012` is twelve, and
+`1e-3` is a number.
 """
 
 import re
@@ -85,7 +85,7 @@ class Dumper(yaml.SafeDumper):
     text."""
 
 
-_Loader.yaml_implicit_resolvers = {}  # without YAML 1.1's implicit types
+_Loader.yaml_implicit_resolvers = {}  # drop PyYAML's implicit types, which are those of YAML 1.1
 _add_core_scalars(_Loader)
 _add_core_scalars(Dumper)
 
@@ -102,7 +102,7 @@ class _Walk:
     def data(self, node: yaml.Node, path: KeyPath) -> object:
         line = node.start_mark.line + 1
         self.lines.setdefault(path, line)
-        # A long text counts as several nodes, because aliases repeat it too.
+        # Count long text as several nodes: aliases can repeat it and make the recipe huge.
         self._seen += 1 + (len(node.value) // 16 if isinstance(node, yaml.ScalarNode) else 0)
         if self._seen > MAX_EXPANDED:
             raise _Refused(line, "too large once its aliases are expanded")
@@ -213,8 +213,8 @@ def _in_words(error: yaml.MarkedYAMLError) -> str:
 
 
 def parse_value(text: str, name: str) -> object:
-    """Parse the value of `--set KEY=VALUE`: a YAML scalar, list or mapping. name: the text that
-    begins messages. Raises `UsageError` if it is not valid."""
+    """Parse the value of `--set KEY=VALUE`: a YAML scalar, list or mapping. name: the prefix of
+    error messages. Raises `UsageError` if the value is not valid."""
     try:
         document = parse(text, name)
     except UsageError as error:

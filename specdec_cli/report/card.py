@@ -1,6 +1,6 @@
 """Fills the card at the top of a report: the verdict, its gain and cost, and the servers' commands.
 
-HTML is made elsewhere.
+The card is plain text. `page` and `export` format it.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,11 @@ _VERDICTS = {
 def card(
     run: ReportedRun, bests: Sequence[Finding], deployment: Deployment | None
 ) -> list[tuple[str, str]]:
-    """Return the card's titles and texts, for the first batch size; empty if nothing was
-    measured."""
+    """Return the card's lines as pairs of title and text.
+
+    The card is about the first batch size or request rate that has a best point. It is empty if
+    there is none, or if the run ended before it recorded a recommendation.
+    """
     best = next((one for one in bests if one.point is not None), None)
     if best is None or best.recorded is None:
         return []
@@ -73,7 +76,7 @@ def _memory(run: ReportedRun, point: Point) -> list[str]:
 
 
 def _sequences(cost: MemoryCost) -> str:
-    """Say by how many sequences the draft's memory reduces the capacity."""
+    """Describe how many fewer sequences fit into memory because of the draft."""
     length = cost.longest_tokens
     plain = cost.target_token_bytes * length
     if cost.device_bytes is None:
@@ -109,7 +112,8 @@ def _would_change(best: Finding, shown: Point | None) -> list[str]:
 
 
 def _needed_acceptance(shown: Point | None) -> str | None:
-    """Say at which share of accepted proposals a point is as fast as plain decoding."""
+    """Describe the acceptance rate at which a point would only be as fast as plain decoding.
+    Returns None if it is unknown, or so low that any acceptance rate makes the point faster."""
     even = shown.break_even if shown is not None else None
     rate = shown.number("draft_acceptance_rate") if shown is not None else None
     if even is None or rate is None:
@@ -117,7 +121,7 @@ def _needed_acceptance(shown: Point | None) -> str | None:
     needs = even.draft_acceptance_rate
     if needs is None:
         return "a cheaper round: no acceptance rate would make up for its cost here"
-    if needs < 0.005:  # it pays at any acceptance
+    if needs < 0.005:  # faster even if almost nothing is accepted
         return None
     way = "fewer" if rate > needs else "more"
     return (

@@ -1,5 +1,8 @@
-"""Cells show the figures of points in tables for people. Each heading, unit and value is defined
-once for terminals and reports. CSV files use field names instead; see `export`."""
+"""Defines the cells of human-readable tables, which show the figures of points.
+
+Each figure's heading, unit and value is defined once, for both terminals and reports. CSV files are
+for programs and use field names instead; see `export`.
+"""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,10 +28,16 @@ Figures = Point | CategoryMetrics
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A figure of a row's object, for example a point. title, unit: the title and unit of a
-    report's column. digits: the number of digits after the decimal point; None for text and whole
-    numbers. heading, places: the title and digits on a terminal, where the heading includes the
-    unit. interval: a function that returns the figure's 95 % interval, or None."""
+    """One figure in a table. Each row of the table shows an object, such as a point.
+
+    title, unit: the heading and the unit of the column in a report.
+    of: returns the figure of a row's object.
+    digits: digits after the decimal point in a report; None for text and whole numbers.
+    heading: the heading on a terminal, which includes the unit; "" for the same as `title`.
+    places: digits after the decimal point on a terminal.
+    interval: returns the figure's 95 % interval for a row's object, or None if it has none. None
+        for a figure that never has an interval.
+    """
 
     title: str
     of: Callable[[Any], Value]
@@ -39,7 +48,7 @@ class Cell:
     interval: Callable[[Any], Sequence[float] | None] | None = None
 
     def text(self, row: Any) -> str:
-        """Format the figure and its interval for a terminal; empty without a figure."""
+        """Format the figure and its interval for a terminal; "" if the row has no such figure."""
         value = self.of(row)
         if value is None or isinstance(value, str) or self.digits is None:
             return "" if value is None else str(value)
@@ -55,7 +64,8 @@ def span_after(ends: Sequence[float] | None) -> str:
 
 
 def number(name: str, part: str | None = None) -> Callable[[Figures], float | None]:
-    """Return a function that reads the figure with this name."""
+    """Return a function that reads the figure with this name from a point or category. part: for a
+    figure with percentiles, the one to read, such as p50."""
     return lambda found: found.number(name, part)
 
 
@@ -79,7 +89,7 @@ def span_of(found: Figures, ends: Sequence[float] | None) -> str | None:
 
 
 def first_token_part(name: str, point: Point) -> float | None:
-    """Return a part of the mean time to the first token; None if it was not recorded."""
+    """Return one part of the mean time to the first token, in ms; None if it was not recorded."""
     return (point.metrics.ttft_parts_ms or {}).get(name) if point.metrics is not None else None
 
 
@@ -136,7 +146,7 @@ LATENCIES = [
 
 
 def columns_of(cells: Sequence[Cell], rows: Sequence[Any]) -> dict[str, list[str]]:
-    """Return the columns of a terminal table, by heading."""
+    """Return a terminal table as a mapping from headings to the column's texts, one per row."""
     return {c.heading or c.title: [c.text(row) for row in rows] for c in cells}
 
 
@@ -168,12 +178,12 @@ class Table:
         return [f"{c.title} ({c.unit})" if c.unit else c.title for c in self.columns]
 
     def shown(self, row: Sequence[Value]) -> list[str]:
-        """A row's cells as text."""
+        """Return the cells of a row as text."""
         return [cell(value, column) for value, column in zip(row, self.columns, strict=True)]
 
 
 def is_text(table: Table, column: int) -> bool:
-    """True if a column holds words, which are left-aligned."""
+    """Return True if a column contains words, and so should be left-aligned."""
     return any(
         isinstance(row[column], str) and not table.columns[column].title.endswith("interval")
         for row in table.rows
@@ -218,7 +228,7 @@ def by_point(
     cells: Sequence[Cell],
     strong: frozenset[int] = frozenset(),
 ) -> Table:
-    """Make a table with a row for each point. The first cells name the point."""
+    """Make a table with a row for each point. Columns that identify the point precede `cells`."""
     draft = Cell("draft", lambda p: run.labels[p.draft])
     setting = (TARGET_TP, DRAFT_TP) if run.is_comparison else (draft,)
     rate = (RATE,) if any(p.request_rate is not None for p in run.points) else ()

@@ -1,6 +1,8 @@
-"""Collects the content of a report, which is the same for every format, and writes a conclusion for
-each section. Conclusions appear at the top of sections and in plot captions. Drawing is
-elsewhere."""
+"""Collects the content of a report, which is the same in every format.
+
+This includes a conclusion for each section, which appears at its top and in the plot's caption.
+Plots are drawn in `drawings`.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,12 +27,16 @@ from specdec_cli.text import counted
 
 
 class Content:
-    """The content of a report on a run, complete or not.
+    """The content of a report on a run, whether or not the run was completed.
 
-    answers: the answer for each batch size. reasons: why each decided answer was chosen, as the run
-    recorded it. lossless: the result of the lossless check. tables: the tables by name; a table
-    without rows is not shown. category_point, shown: the category table's point, in words and as a
-    record.
+    bests: the finding at each batch size or request rate.
+    answers: a sentence or two about each finding.
+    reasons: the reasons that the run recorded for its conclusive findings, without repetitions. For
+        compare-tp, the last one names the pairs that did not run, if any.
+    lossless: the result of the lossless check as text; None if it was not made.
+    tables: the tables by name. A table without rows is not shown.
+    shown: the point whose figures by category are shown; None if there is none.
+    category_point: a description of this point; "" if there is none.
     """
 
     def __init__(self, run: ReportedRun) -> None:
@@ -73,8 +79,8 @@ class Content:
 
 
 def _point_for_categories(run: ReportedRun, bests: list[Finding]) -> Point | None:
-    """Choose the point for the category table: the best one, or the fastest with proposals if the
-    best has none."""
+    """Choose the point whose figures by category are shown: the first best point with proposals
+    or, if plain decoding is best everywhere, the fastest point with proposals."""
     for best in bests:
         if best.point is not None and best.point.is_ok and not best.point.is_baseline:
             return best.point
@@ -112,8 +118,8 @@ def speedup(content: Content) -> str:
 
 
 def break_even(content: Content) -> str:
-    """Describe the point that is farthest above its break-even or, if none is above, closest to
-    it."""
+    """Describe the point with the highest ratio of tokens per round to the tokens per round that it
+    needs to be as fast as plain decoding. The ratio may be below 1 at every point."""
     run = content.run
     found = [
         (length / needed, point, even)
@@ -137,7 +143,7 @@ def break_even(content: Content) -> str:
 
 
 def comparisons(content: Content) -> str:
-    """Compare each pair of drafts in words."""
+    """Say which draft of each pair is faster and by how much, or that both are tied."""
     told = []
     for one in content.run.comparisons:
         if not (one.arm.k and one.against.k) or one.speed_ratio is None:
@@ -151,8 +157,8 @@ def comparisons(content: Content) -> str:
 
 
 def acceptance(content: Content) -> str:
-    """Name the acceptance rates in the plot at the first and the last position of each draft's
-    longest proposal."""
+    """State how often the first and the last proposal of a round are accepted, for each draft at
+    its largest k, as in the plot."""
     told = []
     for point in longest_proposals(content.run).values():
         rates = (point.metrics.acceptance_rate_per_pos if point.metrics else None) or []
@@ -164,7 +170,7 @@ def acceptance(content: Content) -> str:
 
 
 def latencies(content: Content) -> str:
-    """Compare the median latencies of plain decoding and of the category table's point."""
+    """Compare the median latencies of the point `content.shown` with those of plain decoding."""
     point = content.shown
     plain = baseline_of(content.run.points, point) if point is not None else None
     if point is None or plain is None:
@@ -181,7 +187,7 @@ def latencies(content: Content) -> str:
 
 
 def rounds(content: Content) -> str:
-    """Name the longest stage of a round of the category table's point."""
+    """State how long a round takes at the point `content.shown`, and which stage takes longest."""
     point = content.shown
     whole = point.number("round_ms") if point is not None else None
     if point is None or not whole:
@@ -193,7 +199,7 @@ def rounds(content: Content) -> str:
 
 
 def experts(content: Content) -> str:
-    """Say how the number of experts read and the verify time grow up to the widest pass."""
+    """Compare the number of experts read and the verify time at the largest k with k = 0."""
     is_random = content.run.setting("target", "load_format") == "dummy"
     remark = " The weights are random, so experts are chosen evenly, unlike with trained routers."
     known = [p for p in content.run.points if p.number("distinct_experts")]

@@ -39,7 +39,8 @@ def _setting(point: Point) -> dict[str, Value]:
 
 
 def _ends(of: str, found: object, prefix: str = "") -> dict[str, Value]:
-    """Return the ends of a figure's interval as two columns. of: the figure's name."""
+    """Return the ends of a figure's interval as the columns NAME_lo and NAME_hi, which are None
+    if there is no interval. of: the figure's name. prefix: added before the columns' names."""
     ends = getattr(found, f"{of}_ci", None) or (None, None)
     return {f"{prefix}{of}_{end}": value for end, value in zip(("lo", "hi"), ends, strict=True)}
 
@@ -81,7 +82,7 @@ def raw_points(run: ReportedRun) -> Table:
 
 
 def _of_load(point: Point) -> dict[str, Value]:
-    """Return the columns of a point's load, which are empty if the point has none."""
+    """Return the columns about load. They are empty for a point without a request rate."""
     load = point.load
     found = {name: getattr(load, name, None) for name in _LOAD}
     found |= _ends("slo_attainment", load) | _ends("goodput", load)
@@ -99,8 +100,8 @@ def _table(name: str, rows: Sequence[Mapping[str, Value]]) -> Table:
 
 
 def raw_comparisons(run: ReportedRun) -> Table:
-    """Make a table with a row for each pair of arms, followed by a row for each category of the
-    pair."""
+    """Make a table that compares pairs of arms; an arm is a draft at one k, or plain decoding. Each
+    pair has a row for all prompts, followed by a row for each category of prompts."""
     rows: list[dict[str, Value]] = []
     for one in run.comparisons:
         setting = {
@@ -233,7 +234,7 @@ def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
     pictures = {plot.name: plot for plot in plots}
     for part in parts(content, plots):
         table = part.table
-        if table is not None and table.name == "category_pairs":  # this table is long
+        if table is not None and table.name == "category_pairs":  # too long for markdown
             continue
         lines += [f"## {part.title if table is None else table.title}", ""]
         if table is not None and table.name == "categories":

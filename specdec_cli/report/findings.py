@@ -1,6 +1,6 @@
-"""Computes the findings of a run: the best point by batch size, and the answer in words.
+"""Finds the best point at each batch size or request rate of a run, and describes it in sentences.
 
-If the run was cut short, only its points are used. HTML and plots are made elsewhere.
+If the run was cut short, it recorded no conclusions, so only its points are used.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from specdec_cli.experiment.sweep.recommend import in_words
 from specdec_cli.recipe.choices.registry import is_given
 from specdec_cli.report.folder import ReportedRun
 
-# Recorded warnings with these beginnings are stated in other words by a report.
+# `warnings` leaves out a run's own warnings that begin like this, because it rewords them.
 _SAID_ABOVE = ("acceptance is synthetic", "the weights are random")
 
 
@@ -24,11 +24,13 @@ _SAID_ABOVE = ("acceptance is synthetic", "the weights are random")
 class Finding:
     """The finding at the batch size or request rate of the point `at`.
 
-    point: the best point, with k = 0 for no speculation; None if nothing could be measured.
-    recorded: the run's own record of the best point; without a record, the best point is the
-    fastest measured one. tied: other points that do not differ statistically from the fastest, in
-    words. is_disturbed: whether the run warned of disturbed times. fastest: the fastest point,
-    which the recommended point is tied with; None without a record.
+    point: the best point, which has k = 0 if speculation does not help; None if there is none.
+    recorded: the best point as the run recorded it. None if the run ended before that; `point` is
+        then the fastest measured point.
+    tied: names of other points whose speeds do not differ significantly from the fastest.
+    is_disturbed: whether the run warned that something disturbed its times.
+    fastest: the fastest point, to which a recommended slower point is statistically tied. None if
+        it is not known, as without a record or in compare-tp.
     """
 
     at: Point
@@ -44,8 +46,8 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """The run's own verdict: "inconclusive" without a record, and "none" if there was nothing
-        to judge, for example under overload."""
+        """The verdict that the run recorded: "inconclusive" if it recorded no best point, and
+        "none" if the record has no verdict, for example because all points were overloaded."""
         return "inconclusive" if self.recorded is None else self.recorded.verdict or "none"
 
     @property
@@ -60,9 +62,12 @@ class Finding:
 
 
 def longest_proposals(run: ReportedRun) -> dict[str, Point]:
-    """Return, for each draft, the point with the largest k at the smallest batch size with that k.
-    Points with unknown acceptance, which some servers do not report, are left out. For a comparison
-    there is a single point, under the key `all`."""
+    """Return the point with the largest k of each draft, by the draft's label.
+
+    If there are several, the one with the smallest batch size is returned. Points whose acceptance
+    is unknown are left out; some servers do not report it. For compare-tp, the result is a single
+    point with the key "all".
+    """
     longest: dict[str, Point] = {}
     for point in run.points:
         is_known = point.metrics is not None and point.metrics.acceptance_rate_per_pos is not None
@@ -75,13 +80,13 @@ def longest_proposals(run: ReportedRun) -> dict[str, Point]:
 
 
 def residual(point: Point) -> float | None:
-    """The relative error of the predicted speed-up."""
+    """Return the relative error of the predicted speed-up; None if it is not known."""
     predicted, measured = point.predicted_speedup, point.speedup
     return predicted / measured - 1 if predicted is not None and measured else None
 
 
 def residuals_in_words(run: ReportedRun) -> str:
-    """Return a sentence about the mean error of predictions for captions; "" without
+    """Describe the mean and the range of prediction errors, for captions; "" if there are no
     predictions."""
     points = [p for p in run.points if not p.is_baseline and residual(p) is not None]
     errors = [residual(p) or 0.0 for p in points]
@@ -124,9 +129,8 @@ def _recorded(run: ReportedRun, every: Sequence[Point], best: Best | BestPair) -
     chosen = next((p for p in points if _is_named(p, best)), None)
     if chosen is None:
         return None
-    if isinstance(
-        best, BestPair
-    ):  # the fastest pair, even if no pair is faster than plain decoding
+    if isinstance(best, BestPair):
+        # The record names the fastest pair even if plain decoding is faster.
         plain = max((p for p in points if p.is_baseline), key=_speed, default=chosen)
         is_slower = best.verdict is None and _speed(plain) > _speed(chosen)
         chosen = plain if best.verdict == "none" or is_slower else chosen
@@ -135,7 +139,7 @@ def _recorded(run: ReportedRun, every: Sequence[Point], best: Best | BestPair) -
         tied = [f"target TP {one.target_tp} draft TP {one.draft_tp}" for one in best.tied]
         fastest = None
     else:
-        # With several drafts, `tied` lists only the ks of the chosen draft.
+        # `tied` lists only ks of the chosen draft; `tied_points` includes points of other drafts.
         of_drafts = best.tied_points if len(drafts) > 1 else ()
         tied = [_named(one.k, one.draft) for one in of_drafts] or [f"k = {k}" for k in best.tied]
         leader = best.fastest
@@ -164,23 +168,23 @@ _measured = attrgetter("speedup")
 
 
 def _speed(point: Point) -> float:
-    """A point's tokens/s; 0 if they are unknown."""
+    """Return a point's decoding speed in tokens/s; 0 if it is unknown."""
     return point.number("decode_tokens_per_second") or 0.0
 
 
 def _gain(point: Point) -> float:
-    """A point's measured speed-up, or else the predicted one."""
+    """Return a point's measured speed-up, or else the predicted one; 0 if neither is known."""
     found = point.predicted_speedup if point.speedup is None else point.speedup
     return found or 0.0
 
 
 def _named(k: int, draft: str | None) -> str:
-    """Name a point, without a draft at k = 0."""
+    """Name a point by its k and its draft. The draft is left out at k = 0 or if it is None."""
     return in_words(k, draft, with_draft=draft is not None)
 
 
 def _fastest(run: ReportedRun, every: Sequence[Point]) -> Finding:
-    # Speed-ups at different target TPs have different baselines.
+    # Compare tokens/s in compare-tp, where each target TP has its own baseline for speed-ups.
     gain = _speed if run.is_comparison else _measured
     known = [p for p in every if p.is_ok and gain(p)]
     fastest = max(known, key=lambda p: (gain(p) or 0.0, -p.k), default=None)
@@ -245,8 +249,8 @@ def answer(run: ReportedRun, best: Finding) -> str:
 
 
 def _against_fastest(run: ReportedRun, best: Finding) -> str:
-    """Name the fastest point, the reason if another one is recommended, and the other tied
-    points."""
+    """Name the fastest point and the points tied with it. If another point is recommended, say
+    why."""
     point, leader = best.point, best.fastest
     own = {f"k = {leader.k}", _named(leader.k, leader.draft)} if leader is not None else ()
     others = "; ".join(one for one in best.tied if one not in own)
@@ -267,19 +271,21 @@ def _against_fastest(run: ReportedRun, best: Finding) -> str:
 def fastest_with_proposals(
     run: ReportedRun, best: Finding, gain: Callable[[Point], float | None] = _gain
 ) -> Point | None:
-    """Find the fastest point with proposals at the finding's batch size or rate, by `gain`. In a
-    comparison, where speed-ups have several baselines, it is the point with the most tokens/s."""
+    """Return the point with proposals that has the highest `gain` at the finding's batch size or
+    rate. In compare-tp, where each target TP has its own baseline, tokens/s are compared instead.
+    Returns None if no point with proposals has a gain."""
     points = [p for p in run.points if p.level == best.at.level and not p.is_baseline]
     by = _speed if run.is_comparison else gain
     return max(filter(gain, points), key=lambda p: by(p) or 0.0, default=None)
 
 
 def _is_within_chance(run: ReportedRun, best: Finding) -> bool:
-    """True if plain decoding was chosen because other points may be faster only by chance."""
+    """Return True if plain decoding was chosen although another point was measured as faster, since
+    the difference may be due to chance."""
     point, plain = fastest_with_proposals(run, best, _measured), best.point
     if point is None or plain is None or best.recorded is None:
         return False
-    if run.is_comparison:  # speed-ups are relative to the same target TP
+    if run.is_comparison:  # each target TP has its own baseline, so compare tokens/s
         return _speed(point) > _speed(plain)
     return (point.speedup or 0.0) > 1
 
@@ -322,7 +328,7 @@ def _levels(found: Sequence[Finding], every: Sequence[Finding]) -> str:
 
 
 def warnings(run: ReportedRun) -> list[Notice]:
-    """Warnings for readers of the figures."""
+    """Return warnings for readers of the report: its own, the run's, and notes on damaged files."""
     told = []
     if run.is_partial:
         told.append(

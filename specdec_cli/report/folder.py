@@ -1,6 +1,6 @@
-"""Reads a run folder of sweep-k or compare-tp, complete or cut short by a crash.
+"""Reads a run folder of sweep-k or compare-tp, even if a crash cut the run short.
 
-Damaged records and files are left out, each with a line in `notes`.
+Damaged records and files are left out, and a line in `notes` reports each of them.
 """
 
 import os
@@ -32,9 +32,12 @@ _LABEL_LENGTH = 32
 class ReportedRun:
     """A run as read from its folder.
 
-    points: the run's points, each with a speed-up if there is a baseline. labels: a short name for
-    each draft. has_samples: whether any prompt is finished. is_partial: whether the run is
-    incomplete, so that its summary is empty.
+    is_comparison: whether the run is from compare-tp; otherwise it is from sweep-k.
+    points: the latest record of each point. Missing speed-ups are computed where possible.
+    labels: a short name for each draft; the key None is for points without a draft.
+    is_partial: whether the run has no readable summary.json; `summary` is then empty.
+    has_samples: whether any prompt was finished.
+    notes: a line about each damaged record or file.
     """
 
     path: Path
@@ -56,12 +59,13 @@ class ReportedRun:
 
     @property
     def comparisons(self) -> Sequence[Comparison]:
-        """The comparisons of arms, which only completed sweeps have."""
+        """The comparisons of arms; an arm is a draft at one k, or plain decoding. Only completed
+        sweeps have any."""
         return self.summary.comparisons
 
     def method_of(self, draft: str | None) -> Any:
-        """Return the method that a draft was used with. In a sweep of several drafts it may be the
-        draft's own; otherwise it is the recipe's."""
+        """Return the method that a draft was used with. In a sweep of several drafts, each draft
+        may have its own method; otherwise this is the recipe's `speculation.method`."""
         return self.summary.method_of(draft) or self.setting("speculation", "method")
 
     def setting(self, section: str, key: str) -> Any:
@@ -122,7 +126,8 @@ def read_folder(path: Path) -> ReportedRun:
 def _intact(
     found: dict[str, Any], kind: type[SweepSummary | ComparisonSummary], notes: list[str]
 ) -> SweepSummary | ComparisonSummary:
-    """Return the summary in a document, without damaged parts. Add a note for each damaged part."""
+    """Check the contents of summary.json and return them as a `kind`. Damaged parts are deleted
+    from `found`, and a note is added for each."""
     while True:
         try:
             return kind.model_validate(found)
@@ -155,7 +160,8 @@ def _refuse_unfinished(path: Path, settings: Mapping[str, Any] | None) -> None:
 
 
 def _latest(records: list[Point]) -> tuple[Point, ...]:
-    """Keep the last record of each setting, since a resumed run retries failed points."""
+    """Return the last record of each point, sorted by setting, with its speed-up. A point may have
+    several records, because a resumed run retries failed points."""
 
     def place(p: Point) -> tuple[Any, ...]:
         rate, size = p.level
@@ -167,8 +173,8 @@ def _latest(records: list[Point]) -> tuple[Point, ...]:
 
 
 def _with_speedup(point: Point, points: Sequence[Point]) -> Point:
-    """Return the point with its speed-up, which is computed from decoding speeds if the run ended
-    before recording it."""
+    """Return the point with its speed-up. If the run ended before recording it, it is computed as
+    the ratio of decoding speeds, except for points under load, which are returned unchanged."""
     is_known = point.speedup is not None or point.impossible_speedup is not None
     if is_known or point.load is not None or point.metrics is None:
         return point

@@ -1,4 +1,4 @@
-"""Prompt lookup: its keys in a recipe, and its settings in vLLM and SGLang."""
+"""Prompt lookup: its recipe keys, and how they are passed to vLLM and SGLang."""
 
 from typing import Annotated
 

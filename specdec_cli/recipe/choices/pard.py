@@ -1,4 +1,4 @@
-"""PARD drafts: their settings in vLLM, and how to recognise one from its config.json."""
+"""Configures vLLM for PARD drafts, and recognises them by their config.json."""
 
 from specdec_cli.recipe.choices import forms
 from specdec_cli.recipe.choices.base import MethodChoice, drafted

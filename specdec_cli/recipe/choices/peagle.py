@@ -1,4 +1,4 @@
-"""P-EAGLE heads: their settings in vLLM, and how to recognise one from its config.json."""
+"""Configures vLLM for P-EAGLE heads, and recognises them by their config.json."""
 
 from specdec_cli.recipe.choices import forms
 from specdec_cli.recipe.choices.base import MethodChoice, drafted

@@ -1,7 +1,8 @@
 """The methods, acceptance rules and length policies that a recipe may name, including plugins'.
 
-A new one needs a line here, and its code in a module of its name. Its recipe keys and its
-`DraftForm`, if any, go into a module beside this one. Imports nothing heavy.
+To add one, register it here and write its code in a module of the same name. If it has its own
+recipe keys or a `DraftForm`, define them in a module next to this one. This module avoids heavy
+imports such as torch.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from specdec_cli.recipe.choices.unbuilt import UNBUILT
 
 Choice = TypeVar("Choice", MethodChoice, PolicyChoice, RuleChoice)
 
-NONE = "none"  # the method of plain decoding
+NONE = "none"  # the method that decodes without speculation
 
 METHODS: dict[str, MethodChoice] = {
     "draft_model": DRAFT_MODEL,
@@ -73,8 +74,11 @@ _MIXED = DraftForm("a draft of contradictory kinds", ())
 
 
 class Fitting(NamedTuple):
-    """A kind of draft that a config fits. seen: the sign that shows this, for a message. method:
-    the method that runs drafts of this kind; None if there is none."""
+    """A kind of draft whose description matches a config.json.
+
+    seen: the config key that shows this, with its value, for messages.
+    method: the method that runs drafts of this kind; None if specdec has none.
+    """
 
     form: DraftForm
     seen: str
@@ -82,12 +86,17 @@ class Fitting(NamedTuple):
 
 
 def fitting_forms(config: Mapping[str, Any]) -> list[Fitting]:
-    """Return the kinds of drafts that a config.json fits; [] for an ordinary model."""
+    """Return the kinds of drafts whose description matches a config.json; [] for an ordinary model.
+
+    If the config has the required keys of a kind, but also keys that rule this kind out, and no
+    other kind matches, the result is one entry for a contradictory draft, without a method.
+    """
     forms: list[tuple[DraftForm, str | None]] = [(form, None) for form in UNBUILT]
     forms += [(choice.form, name) for name, choice in METHODS.items() if choice.form is not None]
     found = [Fitting(form, form.seen(config) or "", method) for form, method in forms]
     found = [fits for fits in found if fits.seen]
-    # A config that claims a kind but fits none contradicts itself.
+    # If no kind matches, report a config that has all required keys of a kind, but also a key that
+    # rules this kind out.
     told = ((form.claimed(config), form.barred(config)) for form, method in forms if method)
     signs = [f"{own} and {other}" for own, other in told if own and other]
     return found or [Fitting(_MIXED, sign, None) for sign in signs[:1]]
@@ -99,7 +108,7 @@ def weights_from(method: object) -> WeightsFrom:
 
 
 def without_draft(name: str | None) -> bool:
-    """Return True if `name` is a method that proposes without a draft in the recipe."""
+    """Return True if `name` is a method that proposes tokens but needs no draft, such as ngram."""
     return name in METHODS and name != NONE and weights_from(name) != "draft"
 
 

@@ -1,4 +1,4 @@
-"""Synthetic acceptance: its keys in a recipe, and the acceptance rates that they give."""
+"""Synthetic acceptance: its recipe keys, and the acceptance rates computed from them."""
 
 from itertools import pairwise
 from typing import Annotated
@@ -56,10 +56,10 @@ def _check(keys: SyntheticKeys, k: int) -> None:
 
 
 def even_rate(length: float, k: int) -> float:
-    """Compute the acceptance rate, the same at all k positions, with which a round gives `length`
-    tokens on average.
+    """Compute the acceptance rate at which rounds of k proposals yield `length` tokens on average.
 
-    Solves (1 - a^(k+1)) / (1 - a) = length for a (Leviathan et al., equation 1).
+    The rate is the chance that a proposal is accepted once all before it were; it is the same at
+    all k positions. Solves (1 - a^(k+1)) / (1 - a) = length for a (Leviathan et al., equation 1).
     """
     low, high = 0.0, 1.0
     for _ in range(60):
@@ -69,10 +69,11 @@ def even_rate(length: float, k: int) -> float:
 
 
 def marginal_rates(keys: SyntheticKeys, own_k: int, k: int) -> tuple[float, ...]:
-    """Return the marginal acceptance rate of each position, for at least k positions.
+    """Return the marginal acceptance rates of at least the first k positions.
 
-    own_k: the recipe's k. A mean length in the recipe is for this k; the rate that gives this
-    length is used for every k. Raises `UsageError` if the recipe gives fewer rates than k.
+    own_k: the k in the recipe, which may differ from k in a sweep. If the recipe gives a mean
+    length, it holds at own_k; the acceptance rate that yields it there is also used at other k.
+    Raises `UsageError` if the recipe gives fewer rates than k.
     """
     rates, length = keys.synthetic_acceptance_rates, keys.synthetic_acceptance_length
     if rates is None:

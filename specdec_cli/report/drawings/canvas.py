@@ -1,6 +1,6 @@
-"""The parts that drawings share: colours, a grid of axes, labels, and figures as PNG or SVG.
+"""Helpers for all drawings: colours, grids of axes, labels, and saving figures as PNG, PDF or SVG.
 
-Text in drawings is plain, never markup, and colours are readable on light and dark backgrounds.
+Text is never interpreted as markup. Colours are readable on light and dark backgrounds.
 """
 
 import io
@@ -13,9 +13,9 @@ from typing import Any
 
 from specdec_cli.text import inert, one_line
 
-# The colours of Okabe and Ito for colour-blind readers that are visible on both black and white.
+# From the Okabe-Ito palette for colour-blind readers: the colours visible on both black and white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
-# One marker more than there are colours, so that combinations repeat as late as possible.
+# Seven markers and six colours have no common factor, so 42 lines look different.
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _INK = "#1b1e24"  # SVG uses the page's own text colour instead
 FAINT = "#8a8f98"
@@ -42,13 +42,14 @@ STYLE = {
 
 
 def without_display() -> None:
-    """Prepare the import of matplotlib, which would fail if MPLBACKEND is an unknown backend."""
+    """Select matplotlib's backend without a display. Call this before importing matplotlib: the
+    import fails if MPLBACKEND, which the user may have set, names an unknown backend."""
     os.environ["MPLBACKEND"] = "agg"
 
 
 @contextmanager
 def without_talk() -> Iterator[None]:
-    """Silence warnings about letters that a font lacks."""
+    """Silence matplotlib's warnings, such as those about characters that a font lacks."""
     logger = logging.getLogger("matplotlib")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -69,7 +70,11 @@ _METADATA: Mapping[str, Mapping[str, None]] = {
 
 
 def picture_of(figure: Any, form: str, name: str, **look: Any) -> bytes:
-    """Return the figure as a file in this format, on white. name: a seed for the ids in SVG."""
+    """Return the contents of a file with the figure, by default on a white background.
+
+    form: png, pdf or svg. name: seeds the ids in an SVG file, which would otherwise be random.
+    look: further arguments of matplotlib's `savefig`.
+    """
     import matplotlib
 
     buffer = io.BytesIO()
@@ -79,10 +84,11 @@ def picture_of(figure: Any, form: str, name: str, **look: Any) -> bytes:
 
 
 def svg_of(figure: Any, name: str) -> str:
-    """Return the figure as an SVG element, with the page's background and text colour."""
+    """Return the figure as an SVG element with a transparent background and the page's text colour.
+    name: a prefix that makes its ids unique."""
     text = picture_of(figure, "svg", name, transparent=True).decode()
     text = text[text.index("<svg") :].replace(_INK, "currentColor")
-    # Ids must be unique across the plots of a page.
+    # A page may contain several plots, and its ids must be unique.
     return (
         text.replace(' id="', f' id="{name}-')
         .replace('"#', f'"#{name}-')
@@ -136,7 +142,7 @@ def style_of(index: int) -> dict[str, Any]:
 
 
 def reach(value: float, ends: Sequence[float]) -> list[list[float]]:
-    """Return the lengths of an error bar, from a value down and up to the ends of its interval."""
+    """Return the lengths of an error bar below and above a value, as `errorbar` takes them."""
     return [[max(0.0, value - ends[0])], [max(0.0, ends[1] - value)]]
 
 
@@ -157,12 +163,12 @@ def name_rows(axis: Any, names: Sequence[str]) -> None:
 
 
 def line_at_one(axis: Any) -> None:
-    """Draw the vertical line at which speeds are equal."""
+    """Draw a vertical line at the ratio 1, where both speeds are equal."""
     axis.axvline(1, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
 
 
 def dodged(index: int, count: int) -> float:
-    """Return the x offset of one of several lines, which keeps their intervals from overlapping."""
+    """Return a small x offset for line `index` of `count`, so that intervals do not overlap."""
     return (index - (count - 1) / 2) * min(0.14, 0.5 / max(1, count))
 
 

@@ -1,7 +1,8 @@
-"""Draws lines over proposal lengths or draft TPs, with a panel for each setting.
+"""Draws line plots whose x axis is the proposal length or, for compare-tp, the draft's TP.
 
-They show speed-ups over plain decoding, tokens per round with the break-even, errors of predicted
-speed-ups, or decoding speeds of a comparison.
+There is a panel for each batch size, request rate or target TP. The plots show speed-ups over plain
+decoding, tokens per round and those needed to break even, errors of predicted speed-ups, and
+decoding speeds of compare-tp.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from specdec_cli.report.findings import Finding, residual
 from specdec_cli.report.folder import ReportedRun, baseline_of
 from specdec_cli.report.tables import even_of, tokens_over_all_rounds
 
-_BAND = 5  # percent
+_BAND = 5  # predictions within this many percent of the measurement are in a shaded band
 _speed = number("decode_tokens_per_second")
 
 
@@ -33,7 +34,7 @@ def draw_speedup(figure: Any, run: ReportedRun, bests: Sequence[Finding]) -> boo
 
     def draw(line: Line) -> None:
         known = [(line.place(x), p.speedup or 0.0, p) for x, p in line.points.items()]
-        # If x is k, the line starts at plain decoding.
+        # If the x axis is k, begin the line at k = 0, where the speed-up is 1.
         first = [] if run.is_comparison else [(line.shift, 1.0, None)]
         xs, ys, ends = zip(*first, *((x, y, p.speedup_ci) for x, y, p in known), strict=True)
         canvas.plot_with_intervals(line.axis, xs, ys, ends, label=line.name, **line.style)
@@ -113,7 +114,7 @@ def draw_speeds(figure: Any, run: ReportedRun) -> bool:
     axes = draw_panels(figure, run, panels, draw, "tokens/s")
     for axis in axes:
         axis.set_yscale("log")
-        # Powers of ten would need markup, and text in drawings is always plain.
+        # By default ticks are labelled with powers of ten, which need markup, and that is disabled.
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter("{x:g}")
         axis.tick_params(axis="y", which="minor", labelsize=7)

@@ -11,8 +11,8 @@ from specdec_cli.report.folder import ReportedRun
 
 
 def draw_load(figure: Any, run: ReportedRun, bests: Sequence[Finding]) -> bool:
-    """Draw goodput, latency and the recommended k by request rate, except for the rate inf. Returns
-    whether there are any finite rates."""
+    """Draw goodput, latency and the recommended k against the request rate. The rate inf is left
+    out. Returns whether there are any finite rates."""
     points = [p for p in run.points if p.load is not None and p.request_rate != "inf"]
     if not points:
         return False

@@ -73,13 +73,18 @@ def draw_panels(
     from_zero: bool = False,
     is_titled: bool = True,
 ) -> list[Any]:
-    """Draw the lines of each panel. Returns the axes; an empty list without panels. begin: called
-    with the axes of each panel before its lines are drawn. from_zero: whether lines begin at k = 0.
-    is_titled: whether a single panel has a title."""
+    """Draw the lines of the first `MOST_PANELS` panels. Returns their axes; [] if there are none.
+
+    draw: draws one line.
+    begin: called with the axes of each panel before its lines are drawn.
+    from_zero: whether the x axis has a tick at k = 0.
+    is_titled: whether a panel has a title even if it is the only one.
+    """
     panels = dict(list(panels.items())[:MOST_PANELS])
     if not panels:
         return []
-    # Sort the lines, so that each has the same colour in every drawing.
+    # Choose colours by the position in a list of all names, so that a draft has the same colour in
+    # every panel and, if the drafts are the same, in every drawing.
     names = sorted({name for lines in panels.values() for name in lines})
     if run.is_comparison:
         names.sort(key=first_number)

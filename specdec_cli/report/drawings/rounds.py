@@ -1,5 +1,5 @@
-"""Draws rounds: their time by stage, the acceptance by position in the proposal, and the verify
-time and distinct experts by the number of scored tokens."""
+"""Draws figures of rounds: the time of each stage, the acceptance rate at each position of a
+proposal, and verify time and distinct experts against the number of scored tokens."""
 
 from typing import Any
 
@@ -25,7 +25,8 @@ _COLOURS = ("#e69f00", "#cc79a7", "#0072b2", "#009e73", "#d55e00", "#999999")
 
 
 def draw_rounds(figure: Any, run: ReportedRun) -> bool:
-    """Draw a bar for each round, divided into stages. Returns whether there are any."""
+    """Draw a bar for each point with the time of a round, divided into stages. Returns whether any
+    round was timed."""
     groups: dict[str, dict[int, Point]] = {}
     for panel, lines in placed(run).items():
         for name, line in lines.items():
@@ -42,7 +43,7 @@ def draw_rounds(figure: Any, run: ReportedRun) -> bool:
     if not groups:
         return False
     groups = dict(list(groups.items())[:MOST_PANELS])
-    # Use a row for each panel of the speed-up plot, unless a panel has more than 3 lines.
+    # If the panels of the speed-up plot have 2 or 3 lines, a row here shows one panel's lines.
     widest = max((len(lines) for lines in placed(run).values()), default=1)
     axes = make_axes(figure, len(groups), 2.7, widest if 1 < widest <= 3 else 3)
     for axis, (title, group) in zip(axes, groups.items(), strict=True):
@@ -66,7 +67,7 @@ def draw_rounds(figure: Any, run: ReportedRun) -> bool:
 
 
 def _stage(point: Point, stage: str) -> float:
-    """A stage's time in ms; `other` is the rest of the round."""
+    """Return the time of a stage in ms. `other` is the time of a round outside all stages."""
     if stage != "other":
         return max(0.0, point.number(f"{stage}_ms") or 0.0)
     named = sum(_stage(point, name) for name in STAGES)
@@ -74,7 +75,8 @@ def _stage(point: Point, stage: str) -> float:
 
 
 def draw_acceptance(figure: Any, run: ReportedRun) -> bool:
-    """Draw acceptance at the largest k of each draft, for the smallest batch size with that k."""
+    """Draw the acceptance rate at each position, for each draft at its largest k and the smallest
+    batch size measured with that k. Returns whether any acceptance is known."""
     longest = longest_proposals(run)
     if not longest:
         return False
@@ -148,8 +150,8 @@ def draw_experts(figure: Any, run: ReportedRun) -> bool:
 
 
 def _panels(run: ReportedRun) -> dict[str, dict[str, list[Point]]]:
-    """Group the points that counted experts by batch size and draft. Each list is sorted by k and
-    starts with plain decoding."""
+    """Group the points at which experts were counted, by batch size or request rate and by draft.
+    Each list is sorted by k and starts with plain decoding, if experts were counted there."""
     found: dict[str, dict[str, list[Point]]] = {}
     for panel, lines in list(placed(run).items())[:MOST_PANELS]:
         for name, line in lines.items():

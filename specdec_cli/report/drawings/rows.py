@@ -1,5 +1,8 @@
-"""Draws a value and its interval in each row: for categories of prompts at one point, for pairs of
-arms, or for points of several runs relative to the first run."""
+"""Draws plots with one value and its interval per row.
+
+The rows are categories of prompts at one point, pairs of arms (an arm is a draft at one k, or plain
+decoding), or points of several runs relative to the first run.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,10 +18,13 @@ _MOST_CATEGORIES, _MOST_PAIRS = 24, 40
 
 
 def draw_categories(figure: Any, point: Point | None, title: str) -> bool:
-    """Draw speed-up and tokens per round by category with their intervals, the fastest category
-    first.
+    """Draw the speed-up and the tokens per round of each category with their intervals. The fastest
+    category comes first.
 
-    title: the point in words.
+    Without speed-ups, only the tokens per round are drawn, the highest first.
+
+    title: a description of the point.
+    Returns False, and draws nothing, if the point has fewer than two categories.
     """
     if point is None or len(point.per_category) < 2:
         return False
@@ -62,8 +68,8 @@ def _draw_values(
 
 
 def draw_comparisons(figure: Any, run: ReportedRun) -> bool:
-    """Draw a row for each pair of arms, followed by a row for each category of the pair. Returns
-    whether there are any."""
+    """Draw the ratio of speeds for each pair of arms (a draft at one k, or plain decoding) and,
+    below it, for each category of prompts. Returns whether there are any pairs of drafts."""
     if not comparisons(run).rows:
         return False
     rows = _pairs(run)[:_MOST_PAIRS]
@@ -98,7 +104,8 @@ _MOST_ROWS = 40
 
 
 def draw_runs(figure: Any, whole: SideBySide) -> bool:
-    """Draw a row for each point that the first run also has. Returns whether there are any."""
+    """Draw the speed of each point of the later runs, relative to the same point in the first run.
+    Points that the first run lacks are left out. Returns whether any are left."""
     rows = [(one, r) for one in whole.shown if (r := whole.against_first(one)) is not None]
     rows = rows[:_MOST_ROWS]
     if not rows:
