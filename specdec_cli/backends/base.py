@@ -206,7 +206,7 @@ class Session(Protocol):
         this, but only rank 0's result is valid.
 
         width: the number of tokens in the last forward pass; the tokens before them are prefilled.
-            Widths differ in rounding.
+            The rounding of the logits depends on it.
         start: the number of prompt tokens.
         params: the logits are processed as these ask. Tokens that they forbid have -inf.
         """

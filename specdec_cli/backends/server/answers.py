@@ -127,8 +127,10 @@ def rounds_by_details(answer: Answer, k: int, *, may_skip: bool) -> Rounds | str
 def all_rounds(
     answers: Sequence[Answer], counted: Counted | str | None, k: int, *, may_skip: bool
 ) -> tuple[Source | None, list[Rounds], Counted | None, set[str]]:
-    """Choose the best source of acceptance data. Returns the source, the rounds of each answer, the
-    total counts over all answers, and warning codes.
+    """Choose the best source of acceptance data: the server's report on each request, or else the
+    sizes of the chunks, or else only the server's counters. Returns the source (None if there is
+    none), the rounds of each answer, the total counts over all answers (None unless counters were
+    used), and warning codes.
 
     counted: the counts from the server's counters, or a warning code if they are unknown; None if
     the server has no counters.
