@@ -15,16 +15,24 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
     """Help that shows each default, even of options without help. Its usage has only the required
     words, so that an error stands below one line and not below twenty."""
 
+    def add_argument(self, action: argparse.Action) -> None:
+        if not action.help and not _is_without(action):
+            action.help = "default: %(default)s"  # argparse shows nothing of an option without help
+        super().add_argument(action)
+
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, argparse.SUPPRESS, False) or action.default == []:
-            return action.help
-        return super()._get_help_string(action) or "default: %(default)s"
+        return action.help if _is_without(action) else super()._get_help_string(action)
 
     def _format_usage(
         self, usage: str | None, actions: Iterable[argparse.Action], groups: Any, prefix: str | None
     ) -> str:
         required = [one for one in actions if one.required]
         return super()._format_usage(usage, required, [], prefix)
+
+
+def _is_without(action: argparse.Action) -> bool:
+    """Whether an option has no default that help should show."""
+    return action.default in (None, argparse.SUPPRESS, False) or action.default == []
 
 
 def by_device(

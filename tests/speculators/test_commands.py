@@ -16,6 +16,10 @@ from scripts.speculators.corpus import read_texts, read_wave
 from specdec_cli.app import main
 from specdec_cli.demo import demo_path
 
+WITHOUT_DEFAULT = {
+    *("--target", "--recipe", "--set", "--out", "--prompts", "--avoid", "--texts", "--json"),
+    *("--minutes", "--waves", "--steps", "--layers", "--vocabulary", "--start"),
+}
 PROMPTS = ("--target", "demo:target", "--prompts", "demo:prompts", "--set", "run.device=cpu")
 
 
@@ -34,6 +38,9 @@ def test_help_has_every_default(
     assert end.value.code == 0
     told = capsys.readouterr().out
     assert "default: " in told and "--minutes" in told
+    with_value = re.findall(r"^ +(?:-o OUT, )?(--[a-z-]+) [A-Z/=]+.*(?:\n {8,}.*)*", told, re.M)
+    shown = re.findall(r"^ +(--[a-z-]+) [A-Z/]+.*(?:\n {8,}.*)*?default: ", told, re.M)
+    assert set(with_value) - set(shown) <= WITHOUT_DEFAULT
     if module is not evaluate:
         assert "on a GPU" in told and "on a CPU" in told
 
