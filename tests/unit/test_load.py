@@ -529,3 +529,14 @@ def test_crossover() -> None:
     assert of(r1=3, r4=2, r16=0, inf=0) == (4.0, 16.0)
     assert of(r1=3, r4=2, r16=None) == (4.0, None), "overloaded rates say nothing"
     assert of(r1=0, r4=0, inf=5) == (None, 1.0)
+
+
+@pytest.mark.parametrize("levels", [(50, 100, 100), (100, 100, 50)], ids=["plain", "speculating"])
+def test_too_few_requests_are_no_crossover(levels: tuple[int, ...]) -> None:
+    """Their verdict is inconclusive, whichever k was the fastest."""
+    times = {k: wave(float(level)) for k, level in zip((0, 2, 4), levels, strict=True)}
+    for failed, is_shown in ((range(8, 160), False), ((), True)):
+        found = best_at_rate(*points_of(times, {}, failed=tuple(failed)))
+        assert (found.verdict != "inconclusive") == is_shown
+        one = crossover({4.0: found})
+        assert (one.below, one.above).count(None) == (1 if is_shown else 2)

@@ -268,8 +268,8 @@ def _reason(
 
 def crossover(best: Mapping[Rate, Best]) -> Crossover:
     """Find the largest rate at which some k > 0 is recommended, and the smallest rate at which k =
-    0 is recommended. A k > 0 without a k = 0 to compare with is no recommendation."""
-    known = {rate: one for rate, one in best.items() if rate != "inf" and one.k is not None}
-    speculating = [r for r, one in known.items() if one.k and one.verdict != "inconclusive"]
-    plain = [rate for rate, one in known.items() if not one.k]
+    0 is recommended. A k with an inconclusive verdict is no recommendation."""
+    shown = [r for r, one in best.items() if r != "inf" and one.verdict != "inconclusive"]
+    speculating = [rate for rate in shown if best[rate].k]
+    plain = [rate for rate in shown if best[rate].k == 0]
     return Crossover(below=max(speculating, default=None), above=min(plain, default=None))
