@@ -411,6 +411,10 @@ def test_generate_with_a_server(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         assert "servers from" not in found.err
         texts = [[o["text"] for o in d["outputs"]] for d in (document, json.loads(again.out))]
         assert texts[0] == texts[1] and len(server.written) == 3  # one of the two again
+    with running(other := FakeServer(k=2)):
+        resumed = ("generate", "--resume", "-o", str(tmp_path), "--server", other.url)
+        told = specdec(capsys, *resumed)
+    assert told.code == 2 and "a run with k = 3, and the server has k = 2" in told.err
 
 
 def test_a_key_is_sent_and_written_nowhere(

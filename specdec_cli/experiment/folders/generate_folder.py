@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec_cli.core.figures import Metrics
-from specdec_cli.errors import Notice
+from specdec_cli.errors import Notice, UsageError
 from specdec_cli.experiment.folders import settings_file
 from specdec_cli.experiment.folders.record_lines import elsewhere, read_records
 from specdec_cli.experiment.folders.records import Key, Point, Sample, given
@@ -72,6 +72,9 @@ def open_folder(
     known = {"draft": drafts, "k": (key.k,), "batch_size": (key.batch_size,)}
 
     def problem(sample: Sample) -> str | None:
+        if sample.k != key.k and not job.backend.is_native:  # a server's k is in no recipe
+            told = f"{path} contains a run with k = {sample.k}, and the server has k = {key.k}"
+            raise UsageError(told, "name the same server, or another folder with -o")
         return elsewhere(sample, known) or not_measured(sample, len(job.prompts), 1)
 
     def load(kept: RunFolder) -> bool:
