@@ -216,7 +216,7 @@ def test_a_finished_comparison_starts_nothing_on_resume(
     again = [*COMPARE, *DEGREES, "-o", str(folder), "--resume"]
     before = {name: (folder / name).read_bytes() for name in ("samples.jsonl", "points.jsonl")}
     table = specdec(capsys, *again)
-    assert table.code == 0 and "at target TP 2 the best draft TP is" in table.out
+    assert table.code == 0 and re.search("at target TP 2 the (best|fastest) draft TP is", table.out)
     assert before == {name: (folder / name).read_bytes() for name in before}
     alone = specdec(capsys, "compare-tp", "--resume", "-o", folder)
     assert (alone.code, alone.out) == (0, table.out), alone.err

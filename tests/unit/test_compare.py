@@ -160,7 +160,14 @@ def test_where_the_best_degree_flips(tmp_path: Path) -> None:
         {"target_tp": 2, "batch_size": 8, "from": 1, "to": 2, "is_tied": False}
     ]
     lines = summary_lines(found)
-    assert "at target TP 2 the best draft TP is 1 at batch size 1; 2 at batch size 8" in lines
+    degrees = "draft TP is 1 at batch size 1; 2 at batch size 8"
+    assert f"at target TP 2 the fastest {degrees}" in lines
+    row = {
+        size: best.model_copy(update={"verdict": "use"})
+        for size, best in found["best_by_target_tp"]["2"].items()
+    }
+    decided = summary_lines({**found, "best_by_target_tp": {"2": row}})
+    assert f"at target TP 2 the best {degrees}" in decided
     few, many = lines[:2]
     few_words = "batch size 1: inconclusive: target TP 2 with draft TP 1 is the fastest: "
     assert few.startswith(few_words), "all prompts took the same, which has no interval"

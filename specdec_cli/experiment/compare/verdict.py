@@ -313,7 +313,9 @@ def _degrees_line(target_tp: str, row: Mapping[str, BestPair]) -> str:
 
     for degree, group in groupby(row.items(), key=degree_of):
         parts.append(f"{degree} at batch size {', '.join(size for size, _ in group)}")
-    return f"at target TP {target_tp} the best draft TP is {'; '.join(parts)}"
+    # "best" is advice, which undecided times do not give.
+    word = "fastest" if any(b.verdict == "inconclusive" for b in row.values()) else "best"
+    return f"at target TP {target_tp} the {word} draft TP is {'; '.join(parts)}"
 
 
 def tokens_of(records: ComparisonRecords) -> Tokens:
