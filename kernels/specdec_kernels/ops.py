@@ -1,8 +1,10 @@
-"""The public functions: CUDA tensors go to Triton kernels, all others to torch.
+"""The package's public functions. They call Triton kernels for CUDA tensors, and torch
+implementations for all other tensors.
 
 CUDA graphs can capture all functions except `gather_plan`, which is meant for CPUs and reads its
-tensors on the host. `ops.NAME.reference` is the torch implementation for any device. Arguments
-named row starts, `[B + 1]`, are the cumulative sum of the counts per row, beginning with 0.
+tensors on the host. `ops.NAME.reference` is the torch implementation of function NAME; it works on
+any device. Arguments called row starts, `[B + 1]`, are the cumulative sums of the counts per row,
+beginning with 0.
 """
 
 from specdec_kernels.attention.call import FP8, AttentionCall, LayerCache

@@ -1,5 +1,5 @@
-"""Tables of launch configurations, one per compute capability. The first case that fits a problem
-is used."""
+"""Finds launch configurations in tables, one table per compute capability. The cases of a table are
+tried in order, and the first one that fits a problem's sizes is used."""
 
 from collections.abc import Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
@@ -10,8 +10,12 @@ T = TypeVar("T")
 
 
 class Case(NamedTuple, Generic[T]):
-    """A launch configuration, and the problems that it is for: `most` are upper limits of some
-    sizes, and `least` are lower limits of others."""
+    """A launch configuration, and the problems for which it may be used.
+
+    tiles: the launch configuration.
+    most: upper limits, for those of a problem's sizes that have one.
+    least: lower limits, for other sizes.
+    """
 
     tiles: T
     most: tuple[float, ...]

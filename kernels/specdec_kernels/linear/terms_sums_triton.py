@@ -1,10 +1,13 @@
 """Multiplies the fp8 terms of x (see `terms_triton`) by four-bit codes.
 
-The bits of a code are a valid e4m3, so the two codes of a byte only need to be separated, which
-takes less than one instruction for both. A block of codes is the left operand of one matmul, in
-registers. Zeros are not subtracted from the codes, which would have to be decoded first. Instead, a
-separate matmul multiplies sums of x by scales times zeros. A block of codes has one scale and one
-zero per row. Scales of whole rows are applied at the end.
+A byte that holds only a four-bit code n is a valid e4m3 with the value n * CODE. So codes need no
+decoding: it is enough to separate the two codes of each byte, which takes less than one instruction
+for both. A block of codes is the left operand of one matmul, in registers.
+
+To subtract zeros from the codes, the kernel would have to decode the codes first. Instead, a
+separate matmul multiplies the sums of x over each block by the block's scales times zeros, and its
+result is subtracted. This is possible because a block of codes has one scale and one zero per row.
+Scales of whole rows are applied at the end.
 """
 
 import triton
@@ -18,14 +21,15 @@ from specdec_kernels.linear.terms_triton import sum_of_terms
 
 COLUMNS = tl.constexpr(BLOCK)
 BYTES = tl.constexpr(BLOCK // 2)
-AT_ONCE = tl.constexpr(32)  # blocks per step of the matmul for the zeros
-LIFT = tl.constexpr(2.0**24)  # factor for scales, because a matmul reads denormal ones as zero
+AT_ONCE = tl.constexpr(32)  # blocks of codes per step of the matmul for the zeros
+LIFT = tl.constexpr(2.0**24)  # factor for scales: a matmul would read denormal scales as zero
 
 
 @triton.jit
 def add_block(x, codes, scale, sums, FORM: tl.constexpr):
-    """Multiply x [M * TERMS, COLUMNS] by a block of codes, bytes [N, BYTES]. Add CODE times the
-    result to sums [N, M], and return the sums."""
+    """Multiply x [M * TERMS, COLUMNS] by a block of codes, bytes [N, BYTES], and by its scales
+    unless they are scales of whole rows. Add the results, times CODE, to sums [N, M], and return
+    the sums. The factor CODE arises because codes are read as e4m3."""
     none = tl.zeros([codes.shape[0], x.shape[0]], tl.float32)
     found = sum_of_terms(add_product(x, block_as_fp8(codes), none, 1, True))
     if FORM.wide > 0:
@@ -35,7 +39,7 @@ def add_block(x, codes, scale, sums, FORM: tl.constexpr):
 
 @triton.jit
 def part_of_zeros(
-    sums,  # [N, M], for the shape
+    sums,  # [N, M]; only its shape is used
     x_sums,
     scales,
     zeros,
@@ -45,8 +49,11 @@ def part_of_zeros(
     K: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Return the term to subtract for the zeros, [N, M]: CODE times scales times zeros times sums
-    of x. The arguments are as in `sums_of_blocks`."""
+    """Return the part of the sums [N, M] that is due to the zeros and must be subtracted: the sums
+    of x times the scales times the zeros. Like the sums, it contains the factor CODE.
+
+    The arguments are as in `sums_of_blocks`.
+    """
     pointer, num_rows, row, row_live = x_sums
     part = tl.zeros(sums.shape, tl.float32)
     for begin in tl.range(first // BYTES, stop // BYTES, AT_ONCE, num_stages=1):
@@ -70,16 +77,16 @@ def part_of_zeros(
 
 @triton.jit
 def sums_of_blocks(
-    x_rows,  # [M * TERMS] pointers to rows of terms of x
-    x_live,  # [M * TERMS]
+    x_rows,  # [M * TERMS] pointers to the rows of x's terms
+    x_live,  # [M * TERMS], mask
     x_sums,  # a tuple: pointer to sums [K / COLUMNS, T], T, row numbers [M], mask of rows [M]
-    codes,  # [N] pointers to the codes, scales and zeros of rows of the weight
-    scales,
-    zeros,
-    codes_up,  # pointers for the rows of up, read only with GATED
+    codes,  # [N] pointers to the weight's rows of codes
+    scales,  # [N] pointers to the scales of these rows
+    zeros,  # [N] pointers to the zeros of these rows
+    codes_up,  # pointers for the up projection, read only if GATED
     scales_up,
     zeros_up,
-    live,  # [N]
+    live,  # [N], mask of the weight's rows
     first,  # the first byte to read in each row of the weight
     stop,
     sums,  # [N, M] fp32
@@ -87,10 +94,11 @@ def sums_of_blocks(
     K: tl.constexpr,
     FORM: tl.constexpr,
     GATED: tl.constexpr,
-    EVEN: tl.constexpr,  # whether all blocks are whole, so that none needs a mask
+    EVEN: tl.constexpr,  # whether the columns form whole blocks, so that no mask is needed
 ):
-    """Multiply x by bytes `first` to `stop` of the weight's rows, add CODE times the results to
-    `sums` and `sums_up`, and return both. Scales of whole rows are not applied."""
+    """Multiply x by the codes in bytes `first` to `stop` of the weight's rows, with their zeros
+    subtracted. Add the results, times CODE, to `sums` and `sums_up`, and return both. Scales of
+    whole rows are not applied."""
     scale, _ = groups_of(scales, zeros, 2 * first, live, FORM, 1)
     scale_up = scale
     if GATED:

@@ -6,7 +6,8 @@ the second term has the rest. Each row is first scaled by a power of two, so tha
 lies between 128 and 256. Then the sum of both terms is exact for values down to 2^-9 of the row's
 largest. For smaller values the error is at most 2^-16 of the largest.
 
-Sums of x are needed to subtract the codes' zeros: see `terms_sums_triton`.
+The kernel can also add up x over blocks of columns. `terms_sums_triton` needs these sums to
+subtract the zeros of codes.
 """
 
 import torch
@@ -25,7 +26,7 @@ def terms_kernel(
     x_ptr,  # [T, K]
     terms_ptr,  # [T, TERMS, K] e4m3, out
     scales_ptr,  # [T] fp32, out
-    sums_ptr,  # [K / SUM, T] fp32, out; only with SUM
+    sums_ptr,  # [K / SUM, T] fp32, out; None if SUM is 0
     x_stride,
     K: tl.constexpr,
     SUM: tl.constexpr,  # columns per sum, or 0
@@ -36,18 +37,19 @@ def terms_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * x_stride + column, mask=column < K, other=0.0).to(tl.float32)
-    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)  # of the largest magnitude
-    exponent = tl.maximum(bits >> 23, 8)  # so that both powers of two below are normal numbers
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)  # bits of the largest |x|
+    exponent = tl.maximum(bits >> 23, 8)  # at least 8, to keep the next two numbers normal
     x *= ((261 - exponent) << 23).to(tl.float32, bitcast=True)
     scale = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
-    # Truncate bits instead of rounding to e4m3 and reading that back: if a converted value is also
-    # packed into a word, ptxas 12.8 reads it from a wrong register.
+    # Get the first term by truncating bits, not by rounding x to e4m3 and converting that back to
+    # fp32: if a converted value is also packed into a word, ptxas 12.8 reads a wrong register.
     first = (x.to(tl.int32, bitcast=True) & -(1 << 20)).to(tl.float32, bitcast=True)
     second = (x - first).to(tl.float8e4nv)
     terms_ptr += row * (TERMS * K) + column
     tl.store(terms_ptr, first.to(tl.float8e4nv), mask=column < K)
     tl.store(terms_ptr + K, second, mask=column < K)
-    # e4m3 has no infinity, so the scale of a row with an infinity or a NaN is NaN.
+    # e4m3 has no infinity, so the terms cannot represent one. If a row has an infinity or a NaN,
+    # set its scale to NaN, which makes all its results NaN.
     tl.store(scales_ptr + row, tl.where(bits < 0x7F800000, scale, float("nan")))
     if SUM > 0:
         part = tl.arange(0, BLOCK // SUM)
@@ -58,7 +60,8 @@ def terms_kernel(
 
 @triton.jit
 def sum_of_terms(sums):
-    """Add up the sums [N, M * TERMS] of each row's terms, which are adjacent: [N, M]."""
+    """Add up the results for the terms of each row: sums [N, M * TERMS], where the terms of a row
+    are adjacent, become [N, M]."""
     M: tl.constexpr = sums.shape[1] // TERMS
     return tl.sum(tl.reshape(sums, [sums.shape[0], M, TERMS]), axis=2)
 

@@ -1,5 +1,5 @@
-"""Tables of launch configurations for matmuls of few rows, one table per compute capability. They
-were measured with `scripts/bench/tiles.py`."""
+"""Tables of launch configurations for matmuls in which x has few rows, one table per compute
+capability. They were measured with `scripts/bench/tiles.py`."""
 
 from typing import NamedTuple
 
@@ -11,35 +11,38 @@ ANY = 1 << 62
 class Tiles(NamedTuple):
     """Launch configuration of `few_rows_triton.few_rows_linear_kernel`."""
 
-    block_m: int  # at least the number of rows; if below 16, rows are the columns of mma.sync
+    block_m: int  # at least the rows of x; if below 16, rows of x are the columns of mma.sync
     block_n: int  # features per program
     block_k: int  # step along the reduction dimension
-    slices: int  # equal divisions of block_k, each for some of the warps
-    splits: int  # programs that divide the reduction dimension
-    prefetch: int  # values of each weight row to prefetch before the wait
+    slices: int  # into how many equal slices block_k is cut, each for its own warps
+    splits: int  # how many programs share the reduction dimension
+    prefetch: int  # values of each weight row to prefetch before waiting for the previous kernel
     num_warps: int
     num_stages: int
-    # Values of each weight row to load into registers before the wait. For quantised weights, a
-    # program loads its whole share of each row, if the share has at most this many values.
+    # Values of each weight row to load into registers before waiting for the previous kernel. For
+    # quantised weights, this is a limit: a program loads its whole share of each row if the share
+    # has at most this many values, and otherwise nothing.
     early: int = 0
 
 
 Products = dict[str, tuple[Case[Tiles | None], ...]]
 
-# Cases by kind of matmul: maximum rows and output features, and minimum K. cuBLAS computes matmuls
-# that have no case, or whose case has no tiles.
+# For each kind of matmul, the cases in the order in which they are tried. A case has the tiles,
+# then the maximum rows of x and the maximum output features, then the minimum K. If no case fits,
+# or if the case has no tiles, cuBLAS computes the matmul.
 #
-# Up to 8 rows are the columns of mma.sync, and up to 16 are its rows. More rows use an M of 64,
-# which the compiler maps to wgmma. 2112 features are 16 for each multiprocessor. With 16 features
-# per program, each of four warps has a quarter of block_k: the matmuls of one warp run one after
-# another, so a single slice would take four times as long, longer than loading its weights.
+# Up to 8 rows of x are the columns of mma.sync, and up to 16 are its rows. More rows use an M of
+# 64, which the compiler maps to wgmma. A limit of 2112 features means 16 for each of the 132
+# multiprocessors. With 16 features per program, four warps share block_k. A single warp would run
+# all matmuls one after another, and this would take longer than loading the weights.
 #
-# For more than 16 rows, tiles are wide, since every program loads and multiplies all of x: at 5120
-# features, 80 programs of 64 features are faster than 160 programs of 32. From 65 rows on, a gate
-# has tiles if one wave of programs fills at least 4 of 5 multiprocessors; otherwise cuBLAS was
-# faster. A Markov head has as many features as the vocabulary, and a small K. It needs wide
-# programs, since starting a program costs as much as its loads. "add" with more than 6720 features,
-# and 2816 features with a K of 8192, were measured on halves and quarters of a 70B model.
+# For more than 16 rows of x, programs have more features. Every program loads and multiplies all of
+# x, so fewer programs are faster: at 5120 features, 80 programs of 64 features are faster than 160
+# programs of 32. From 65 rows on, a gate has tiles only if one wave of programs fills at least 4 of
+# 5 multiprocessors; otherwise cuBLAS was faster. A Markov head has as many features as the
+# vocabulary, and a small K. Starting a program costs as much as its loads there, so its programs
+# have many features. The cases of "add" with more than 6720 features, and those with 2816 features
+# and a K of 8192, were measured on halves and quarters of a 70B model.
 H200: Products = {
     "norm": (
         Case(Tiles(8, 16, 512, 4, 1, 256, 4, 3, 512), (8, 16896), (3584,)),
@@ -100,9 +103,10 @@ H200: Products = {
 }
 TABLES = {(9, 0): H200}  # by compute capability
 
-# Matmuls with quantised weights, by kind of code. The weight is the left operand, in registers. So
-# programs for up to 16 rows have 16 features, and programs for more rows have 64 or 128, for wgmma.
-# 0 splits: as many as give every multiprocessor three programs of four warps, or one of eight.
+# Matmuls with quantised weights, by kind of code. The weight is the left operand, in registers, so
+# features are the M of the tensor-core instruction. For up to 16 rows of x, programs have 16
+# features, the M of mma.sync. For more rows, they have 64 or 128, because the M of wgmma is 64.
+# 0 splits mean as many as give every multiprocessor three programs of four warps, or one of eight.
 _BYTES: Products = {
     "norm": (
         Case(Tiles(8, 16, 1024, 4, 1, 1024, 4, 3), (8, ANY), (0,)),
@@ -141,9 +145,9 @@ _HALVES: Products = {
         *_BYTES["add"][2:],
     ),
 }
-# Tiles for weights with minima or with groups of fewer than 32 columns. Larger tiles would need
-# more registers than there are, and so would gates that load more values early (according to the
-# compiler; not timed).
+# Tiles for weights with minima, or with groups of fewer than 32 columns. Larger tiles, or more
+# values loaded early in a gate, need more registers than there are, as the compiler reports. They
+# were not timed.
 FINE: Products = {
     kind: (
         Case(Tiles(8, 16, 256, 4, splits, 256, 4, 3, few), (8, ANY), (0,)),
@@ -161,8 +165,8 @@ FINE: Products = {
 STORED_ROWS = 64
 STORED = {"fp8": _BYTES, "int8": _BYTES, "int4": _HALVES, "mxfp4": _HALVES}
 
-# Tiles for matmuls of fp8 terms of x, for more than 8 rows, by kind of code. 0 splits: as many as
-# leave each program a multiprocessor of its own, or half of one if it has four warps.
+# Tiles for matmuls of fp8 terms of x with more than 8 rows, by kind of code. 0 splits mean as many
+# as possible with at most one program of eight warps, or two of four, on each multiprocessor.
 _TERMS: Products = {
     kind: (
         Case(Tiles(32, 128, 128, 1, 0, 256, 8, few), (32, ANY), (0,)),

@@ -1,5 +1,5 @@
-"""Chooses launch configurations for matmuls of few rows: looks them up in `tile_tables`, and fits
-them to the GPU."""
+"""Chooses launch configurations for matmuls in which x has few rows: looks them up in
+`tile_tables`, and adapts them to the GPU."""
 
 import math
 from functools import lru_cache
@@ -20,30 +20,30 @@ from specdec_kernels.linear.stored import BLOCK, KINDS, Stored
 from specdec_kernels.linear.tile_tables import FINE, STORED, TABLES, TERMS, Tiles
 from specdec_kernels.tiles import first_fit, table_for
 
-FEW_ROWS = 64  # up to this many rows, every table has tiles and matmuls include the norm
-WASTE = 1.25  # a partial last wave matters if ceil(waves) is at least this times waves
+FEW_ROWS = 64  # up to this many rows of x, tables have tiles and matmuls compute the norm too
+WASTE = 1.25  # a partial last wave matters if ceil(waves) / waves is at least this
 SCRATCH = 4096  # bytes of shared memory for exchanges between warps
 
 # Matmuls of one row.
-NARROW = 7168  # one-row kernels are used if a row of the residual stream has fewer bytes
+NARROW = 7168  # one-row kernels are used if the residual stream has fewer bytes per row
 LANE = 16  # bytes per load of a thread
-LOADED = 256  # bytes of the weight in registers per thread
-GATE = 4096  # minimum bytes of gate weights per program, and of up weights
+LOADED = 256  # bytes of the weight that each thread holds in registers
+GATE = 4096  # minimum bytes of gate weights, and as many of up weights, per program
 MOST = 16  # maximum features per program
 CHUNK = 2048  # maximum values of a row in one tile
-HEAD = 4  # a matmul with more output features per input feature is the LM head
+HEAD = 4  # with more output features per input feature, a matmul must be the LM head
 
 # Matmuls with quantised weights.
 LEAST = 512  # minimum values of a weight row per split
 SPLITS = 8  # maximum splits
-FEW = 8  # up to this many rows, decoding in registers is faster than fp8 terms of x
+FEW = 8  # up to this many rows, decoding codes is faster than fp8 terms of x
 SLICE = 16  # minimum bytes per slice, the K of one tensor-core instruction
 
 
 def spread(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY) -> Tiles:
-    """If every program can have its own multiprocessor, add stages until two programs no longer fit
-    on one. Otherwise a kernel that starts early would crowd its programs onto the multiprocessors
-    where the preceding kernel ends first."""
+    """Add pipeline stages until two programs no longer fit on one multiprocessor, if every program
+    can have one of its own. Otherwise a kernel that starts before the preceding kernel has ended
+    would crowd its programs onto the multiprocessors that become free first."""
     if programs > MULTIPROCESSORS:
         return tiles
     stage = (tiles.block_n + tiles.block_m) * tiles.block_k * itemsize
@@ -52,8 +52,8 @@ def spread(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY
 
 
 def at_once(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY) -> Tiles:
-    """Reduce a program's shared memory if that lets all programs run at once. If a few programs had
-    to wait for the others to end, the time would double."""
+    """Reduce a program's shared memory if all programs can then run at once. Otherwise the last few
+    programs would start only after the others, and the matmul would take twice as long."""
     waves = programs / resident(tiles, itemsize, room)
     if waves <= 1 or math.ceil(waves) < WASTE * waves:
         return tiles
@@ -72,22 +72,23 @@ def resident(tiles: Tiles, itemsize: int, room: int = SHARED_MEMORY) -> int:
 
 
 def buffers(tiles: Tiles, itemsize: int) -> int:
-    """Return the number of buffers of a pipeline: one fewer than its stages, or as many with wgmma,
-    which reads a buffer for longer."""
+    """Return the number of a pipeline's buffers. It is one fewer than the number of stages. With
+    wgmma it equals the number of stages, because wgmma reads a buffer for longer."""
     is_wgmma = tiles.block_m >= 64 and itemsize == 2
     return tiles.num_stages if is_wgmma else tiles.num_stages - 1
 
 
 def fitted(tiles: Tiles, parts: int, itemsize: int, room: int) -> Tiles:
-    """Reduce the number of stages, and then block_k, until `room` bytes of shared memory suffice.
+    """Reduce the number of stages, and then block_k, until the tiles fit into `room` bytes of
+    shared memory.
 
     parts: the number of weight tiles per stage, 2 for a gate.
     """
     while True:
         features = parts * tiles.block_n * itemsize
         stage = features * tiles.block_k + tiles.block_m * tiles.block_k * itemsize
-        # There is one buffer fewer than stages. Weights that are loaded early also take shared
-        # memory.
+        # There is one buffer fewer than there are stages. Weights that are loaded early take shared
+        # memory, too.
         stages = (room - SCRATCH - features * tiles.early) // stage + 1
         if stages >= 2 or tiles.block_k <= 64:
             return tiles._replace(num_stages=max(1, min(tiles.num_stages, stages)))
@@ -98,11 +99,12 @@ def fitted(tiles: Tiles, parts: int, itemsize: int, room: int) -> Tiles:
 
 
 def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) -> Tiles | None:
-    """Return tiles for a matmul of `kind` "norm", "gate" or "add"; None for cuBLAS.
+    """Return tiles for a matmul of `kind` "norm", "gate" or "add". Return None if cuBLAS should
+    compute it.
 
-    The device's table has tiles for 16-bit values. These are fitted to other dtypes, to the width
-    and to the shared memory, `room` bytes (default: the device's). For more than `FEW_ROWS` rows
-    they are used unchanged or not at all.
+    The device's table has tiles for 16-bit values. These are adapted to other dtypes, to the width,
+    and to `room`, the bytes of shared memory (by default the device's). For more than `FEW_ROWS`
+    rows, they are used unchanged or not at all.
     """
     gpu = gpu_of(x.device)
     room = gpu.shared_memory if room is None else room
@@ -148,9 +150,9 @@ class RowTiles(NamedTuple):
 
 
 def choose_row_tiles(kind: str, x: Tensor, weight: Tensor | Stored) -> RowTiles | None:
-    """Return tiles for a one-row matmul of `kind` "norm", "gate" or "add". None if there are more
-    rows, if other kernels are faster, or if a group boundary of a quantised weight would split a
-    thread's load."""
+    """Return tiles for a one-row matmul of `kind` "norm", "gate" or "add". Return None if x has
+    more than one row, if other kernels are faster, or if a thread's load would cross a group
+    boundary of a quantised weight."""
     num_rows, width = x.shape
     num_features = weight.shape[0] // (2 if kind == "gate" else 1)
     stream = num_features if kind == "add" else width  # the residual stream's width
@@ -161,8 +163,8 @@ def choose_row_tiles(kind: str, x: Tensor, weight: Tensor | Stored) -> RowTiles 
         if weight.storage.kind not in STORED or not fits_lanes(weight):
             return None
         held = width // KINDS[weight.storage.kind].per_code
-        # If low and high codes have separate scales, then scales and minima need as many registers
-        # as the values of x.
+        # If low and high codes are scaled separately, their scales and minima need as many
+        # registers as the values of x, so count a row at the size of x.
         row = row if weight.storage.is_apart else held
     if kind == "norm" and num_features > HEAD * width:
         return None
@@ -182,16 +184,17 @@ def choose_row_tiles(kind: str, x: Tensor, weight: Tensor | Stored) -> RowTiles 
 
 
 def fits_lanes(weight: Stored) -> bool:
-    """Return whether no group boundary splits a thread's load, neither in its low codes nor in its
-    high codes. Groups that are whole rows fit if they have no minima."""
+    """Return whether every load of a thread lies in one group, both for low codes and for high
+    codes. A weight whose groups are whole rows fits only if it has no minima."""
     per_code, (_, wide) = KINDS[weight.storage.kind].per_code, weight.storage.group
     fits = weight.shape[1] % (LANE * per_code) == wide % LANE == 0
     return fits and (wide > 0 or not weight.storage.has_minima)
 
 
 def chunk_of(width: int, least: int) -> int:
-    """Return the largest chunk, a power of 2, with at most 3 idle lanes for 10 busy ones when rows
-    have `width` values; at least `least`."""
+    """Return the largest power of 2 that is a good chunk size for rows of `width` values: the
+    unused lanes of the last chunk are at most 30 % of the width. It is at least `least`, even if
+    more lanes are unused."""
     chunk = min(CHUNK, power_of_2_from(width))
     while chunk > least and 10 * (-width % chunk) > 3 * width:
         chunk //= 2
@@ -200,8 +203,8 @@ def chunk_of(width: int, least: int) -> int:
 
 def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
     """Return tiles for a matmul of `kind` "norm", "gate" or "add" of x [T, K] and a quantised
-    weight. None if the kernel cannot read the weight, or if there are more rows than the table
-    has."""
+    weight. Return None if the kernel cannot read the weight, or if x has more rows than the
+    table covers."""
     kinds = STORED.get(weight.storage.kind)
     if kinds is None:
         return None
@@ -211,7 +214,7 @@ def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
     tiles = first_fit(kinds[kind], (x.shape[0], features), (weight.shape[1],))
     if tiles is None:
         return None
-    if x.dtype == torch.float32:  # only used in comparisons; mma.sync reads half as many values
+    if x.dtype == torch.float32:  # used only to compare results; mma.sync reads half as many values
         tiles = tiles._replace(block_k=max(128, tiles.block_k // 4), num_stages=2, early=0)
     if tiles.splits == 0:
         wanted = MULTIPROCESSORS * (3 if tiles.num_warps == 4 else 1)
@@ -223,8 +226,8 @@ def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
 
 
 def choose_terms_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
-    """Return tiles for a matmul of fp8 terms of x [T, K] and a quantised weight's codes. None if
-    that is slower, or impossible for this x or these codes."""
+    """Return tiles for a matmul of fp8 terms of x [T, K] and a quantised weight's codes. Return
+    None if decoding the codes is faster, or if this x or these codes do not allow it."""
     table = TERMS.get(gpu_of(x.device).capability, {}).get(weight.storage.kind)
     if table is None or weight.storage.is_apart or x.dtype != torch.bfloat16:
         return None
@@ -242,9 +245,9 @@ def choose_terms_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
 
 
 def slices_for(weight: Stored, block_k: int, least: int) -> int | None:
-    """Return into how many slices, at least `least`, a tile of `block_k` columns must be cut so
-    that each slice lies in one group of columns. None for weights that the kernels cannot read in
-    slices."""
+    """Return the number of slices into which a tile of `block_k` columns must be cut so that each
+    slice lies in one group of columns. It is at least `least`. Return None if the kernels cannot
+    read the weight in slices."""
     if weight.storage.kind not in STORED:
         return None
     kind, (_, wide) = KINDS[weight.storage.kind], weight.storage.group

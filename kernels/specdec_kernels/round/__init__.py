@@ -1,2 +1,2 @@
-"""The device's steps in a speculative round: pass inputs, greedy acceptance, state update, n-gram
-lookup."""
+"""The steps of a speculative round that run on the device: inputs of a pass, greedy acceptance,
+state update, n-gram lookup."""

@@ -1,8 +1,14 @@
-"""The steps of a round on the device: inputs of a pass, lookup of proposals, greedy acceptance,
-state update, time stamps.
+"""The steps of a round that run on the device: inputs of a pass, lookup of proposals, greedy
+acceptance, state update, time stamps.
 
-Legend: B sequences, R rows of L tokens, K proposal length, Q tokens that a pass feeds per sequence,
-MB block-table columns. Block 0 is the trash block, to which padding tokens write keys and values.
+Legend for shapes:
+B: sequences.
+R: rows of L tokens each.
+K: the maximum number of proposals per sequence.
+Q: the tokens of each sequence that a pass processes.
+MB: block-table columns.
+
+Block 0 is the trash block: padding tokens write their keys and values to it.
 """
 
 import time
@@ -26,19 +32,26 @@ def padded_pass(
     max_len: int,
     num_ids: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Prepare the inputs of a pass that feeds Q tokens per sequence, at positions from length +
+    """Prepare the inputs of a pass that processes Q tokens per sequence, at positions from length +
     offset on.
 
     Token j of a sequence is real iff the sequence is active, the token's position is one of the
-    model's, and lens >= offset + j + margin (if lens are given). Other tokens are padding, and
+    model's, and lens >= offset + j + margin (if lens are given). All other tokens are padding, and
     their keys and values go to the trash block.
 
-    tokens: [B, Q] int64; clamped to 0..num_ids - 1. length: [B] int64, the sequences' lengths.
-    lens: [B] int64, proposal lengths. active: [B] bool. block_tables: [B, MB] int32. block_size:
-    tokens per block. max_len: the number of positions that the model has.
+    tokens: [B, Q] int64; clamped to 0..num_ids - 1.
+    length: [B] int64, the sequences' lengths.
+    lens: [B] int64, the number of proposals for each sequence, or None.
+    active: [B] bool.
+    block_tables: [B, MB] int32.
+    block_size: tokens per block.
+    max_len: the number of positions that the model has.
 
-    Returns ids [B * Q] int64; positions [B * Q] int64, clamped to 0..max_len - 1; cache slots
-    [B * Q] int64; and context_lens [B] int32, one more than the last token's unclamped position.
+    Returns:
+        Ids [B * Q] int64.
+        Positions [B * Q] int64, clamped to 0..max_len - 1.
+        Cache slots [B * Q] int64.
+        context_lens [B] int32: one more than the last token's unclamped position.
     """
     place = offset + torch.arange(tokens.shape[1], device=tokens.device)
     at = length[:, None] + place
@@ -62,24 +75,28 @@ def accept(
     accept_noise: Tensor | None = None,
     rates: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Verify greedily: accept the proposals before the first that differs from the target's choice.
+    """Verify greedily: accept all proposals before the first one that differs from the target's
+    choice.
 
-    This is the one-hot case of `reject_logits`. With rates, a proposal is instead accepted iff its
-    noise is below the rate for its index, whatever the target chose.
+    The result is that of `reject_logits` with one-hot distributions. If rates are given, a proposal
+    is instead accepted iff its noise is below the rate for its index, whatever the target chose.
 
-    proposed: [B, K] int64, -1 where the draft's logits were not finite. best: [B, K + 1] int64, the
-    target's choices, -1 where its logits were not finite. lens: [B] int64, the number of proposals
-    in each row. accept_noise: [B, K] fp32 in [0, 1). rates: [K] fp32.
+    proposed: [B, K] int64, -1 where the draft's logits were not finite.
+    best: [B, K + 1] int64, the target's choices, -1 where its logits were not finite.
+    lens: [B] int64, the number of proposals in each row.
+    accept_noise: [B, K] fp32 in [0, 1), or None.
+    rates: [K] fp32, or None.
 
-    Returns tokens [B, K + 1] int64, of which the first accepted + 1 are valid, and accepted [B]
-    int64: the number of accepted proposals; -2 if a proposal is -1; -1 if a choice up to index
-    `lens` is -1.
+    Returns:
+        Tokens [B, K + 1] int64, of which the first accepted + 1 are valid.
+        accepted [B] int64: the number of accepted proposals; -2 if a proposal is -1; -1 if a choice
+        up to index `lens` is -1.
     """
     if rates is None or accept_noise is None:
         stands = proposed == best[:, : proposed.shape[1]]
     else:
         stands = accept_noise < rates
-    # Loop over tokens: for a few sequences, tensor operations would cost more.
+    # A loop over tokens is faster than tensor operations if there are only a few sequences.
     tokens, accepted = [], []
     rows = zip(*(t.tolist() for t in (proposed, best, lens, stands)), strict=True)
     for drafted, own, length, stood in rows:
@@ -112,16 +129,21 @@ def advance(
     """Append a round's tokens to every active sequence, in place, and record the round.
 
     accepted + 1 tokens are appended, but none after the first end-of-sequence token. A sequence
-    that gets one, or reaches its limit, becomes inactive. The reference takes host tensors only.
+    that gets such a token, or reaches its limit, becomes inactive. The torch implementation takes
+    only host tensors.
 
-    tokens: [B, K + 1] int64. accepted, lens: [B] int64. tail: [B, W] int64, the last W tokens of
-    each sequence. length: [B] int64, the number of tokens of each sequence. limit: [B] int64, the
-    number at which a sequence ends. active: [B] bool. eos_ids: [E] int64, may be empty. record: [B,
-    K + 3] int64, gets each row's tokens, accepted and lens. history: [R, L] int32, also gets the
-    appended tokens, from index `length` on. rows: [B] int64, each sequence's row in `history`, all
-    different.
+    tokens: [B, K + 1] int64.
+    accepted, lens: [B] int64.
+    tail: [B, W] int64, the last W tokens of each sequence.
+    length: [B] int64, the number of tokens of each sequence.
+    limit: [B] int64, the number of tokens at which each sequence ends.
+    active: [B] bool.
+    eos_ids: [E] int64, may be empty.
+    record: [B, K + 3] int64, receives each row's tokens, accepted and lens.
+    history: [R, L] int32 or None; also receives the appended tokens, from index `length` on.
+    rows: [B] int64 or None, the row of each sequence in `history`; all are different.
     """
-    # Loop over sequences: if they are few, a dozen tensor operations would take longer.
+    # A loop is faster than a dozen tensor operations if there are only a few sequences.
     ends = set(eos_ids.tolist())
     told = zip(
         *(x.tolist() for x in (tokens, accepted, lens, length, limit, active, tail)), strict=True
@@ -138,15 +160,16 @@ def advance(
         still.append(is_active and end is None and lengths[-1] < most)
         tails.append([*last, *new][-len(last) :])
     for held, values in ((record, noted), (length, lengths), (active, still), (tail, tails)):
-        held.numpy()[...] = values  # a copy by torch takes three times as long
+        held.numpy()[...] = values  # copying with torch takes three times as long
 
 
 @kernel("specdec_kernels.round.steps_triton:stamp_triton")
 def stamp(out: Tensor, place: int) -> None:
-    """Write the time in nanoseconds to `out[place]`, int64, once all earlier kernels have ended.
+    """Write the current time in nanoseconds to `out[place]`, int64, once all earlier kernels have
+    ended.
 
-    On CUDA this reads the device's clock, whose ticks may be a microsecond apart. Only differences
-    between times are meaningful.
+    On CUDA, the time is that of the device's clock, which may advance only once per microsecond.
+    Only differences between times are meaningful.
     """
     out.numpy()[place] = time.perf_counter_ns()
 
@@ -164,10 +187,16 @@ def ngram_lookup(
     """Propose the tokens that follow the first earlier occurrence of a text's longest suffix.
 
     Suffixes of `longest` down to `shortest` tokens are tried until one occurs earlier in the text
-    (Saxena, "Prompt Lookup Decoding", 2023). history: [R, L] int32, token ids; rows contiguous.
-    rows: [B] int64, the row of each text. length: [B] int64, the number of its tokens. room: [B]
-    int64, the maximum number of tokens to propose, 0..k. Returns proposals [B, k] int64, padded
-    with 0, and their number lens [B] int64.
+    (Saxena, "Prompt Lookup Decoding", 2023).
+
+    history: [R, L] int32, token ids; each row is contiguous.
+    rows: [B] int64, the row of each text.
+    length: [B] int64, the number of tokens of each text.
+    room: [B] int64, the maximum number of tokens to propose, 0..k.
+
+    Returns:
+        Proposals [B, k] int64, padded with 0.
+        lens [B] int64: the number of proposals.
     """
     proposed = torch.zeros(len(rows), k, dtype=torch.int64, device=history.device)
     lens = torch.zeros_like(length)
@@ -181,8 +210,8 @@ def ngram_lookup(
 
 
 def _follower(text: Tensor, longest: int, shortest: int) -> int:
-    """Return the index after the first earlier occurrence of the longest suffix; the text's length
-    if no suffix occurs earlier."""
+    """Find the first earlier occurrence of the text's longest suffix, and return the index of the
+    token after it. Return the text's length if no suffix occurs earlier."""
     held, width = text.cpu().numpy().tobytes(), text.itemsize
     for n in range(min(longest, len(text) - 1), shortest - 1, -1):
         suffix, at = held[-n * width :], -1

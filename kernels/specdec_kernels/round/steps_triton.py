@@ -1,7 +1,6 @@
-"""The steps of a round as Triton kernels. The inputs of a pass use one lane per token, and the
-other kernels use one program per sequence. Time stamps are kernels, too, because events in a CUDA
-graph cannot be read after each replay.
-"""
+"""The steps of a round as Triton kernels. The kernel that prepares a pass uses one lane per token,
+and the other kernels use one program per sequence. Time stamps are written by a kernel, because
+CUDA events in a graph cannot be read after each replay."""
 
 import torch
 import triton
@@ -87,8 +86,8 @@ def advance_kernel(
         first = tl.minimum(first, tl.min(tl.where(is_eos, place, WIDTH), axis=0))
     count = tl.minimum(count, first.to(tl.int64) + 1)
 
-    # The new tail is the end of the old tail and the new tokens. A -1 becomes a valid id, since the
-    # next round may start before the host has read the record.
+    # The new tail is the end of the old tail plus the new tokens. Replace -1 by the valid id 0,
+    # because the next round may use it before the host reads the record and sees the failure.
     at = tl.arange(0, TAIL_BLOCK) + count
     old = tl.load(tail_ptr + row * TAIL + at, mask=at < TAIL, other=0)
     is_new = (at >= TAIL) & (at < TAIL + count)
@@ -308,8 +307,8 @@ def ngram_lookup_kernel(
     length = tl.load(length_ptr + b).to(tl.int32)
     room = tl.load(room_ptr + b).to(tl.int32)
 
-    # The longest match has the largest rank, and of equal matches the first. Each lane keeps the
-    # best rank among its positions.
+    # Rank the matches: a longer match has a higher rank; among matches of equal length, the first
+    # has the highest. Each lane keeps the highest rank among its positions.
     best = tl.zeros([BLOCK], tl.int64)
     for start in range(0, tl.where(room > 0, length, 0), BLOCK):
         place = start + tl.arange(0, BLOCK)

@@ -1,5 +1,5 @@
-"""Greedy choice of a token: each program finds the maximum in a part of a row, and the last program
-compares the parts' maxima."""
+"""Chooses each row's most likely token: every program finds the maximum in one part of a row, and
+the last program compares the maxima of the parts."""
 
 import torch
 import triton
@@ -51,7 +51,7 @@ def greedy_argmax_kernel(
     for start in range(0, SHARE, BLOCK):
         at = part * SHARE + start + lane
         value = tl.load(logits_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
-        # NaN counts as larger than any number, and the first NaN wins.
+        # Treat NaN as larger than any number. If there are several, take the first.
         better = (value > best) | ((value != value) & (best == best))
         best = tl.where(better, value, best)
         index = tl.where(better, at, index)
@@ -64,7 +64,7 @@ def greedy_argmax_kernel(
         tops = tl.load(tops_ptr + row * PARTS + every, cache_modifier=".cg")
         indices = tl.load(indices_ptr + row * PARTS + every, cache_modifier=".cg")
         top, first = first_maximum(tops, indices)
-        first = tl.where(tl.abs(top) == float("inf"), -1, first)  # NaN has become inf above
+        first = tl.where(tl.abs(top) == float("inf"), -1, first)  # NaN was replaced by inf above
         tl.store(out_ptr + row, first.to(tl.int64))
 
 

@@ -1,11 +1,12 @@
 """Softmax statistics of rows of logits, with temperature, top-k and top-p: Triton kernels.
 
 A row is cut into parts with one program each, so that even a few rows use the whole GPU. The last
-program of a row combines its parts. The normaliser is computed online, part by part (Milakov and
-Gimelshein, arXiv 1805.02867). Top-k and top-p search for their threshold without sorting, because a
-logit has few possible values (65281 in bf16). Each pass of the search takes several of these
-values, and counts the tokens, or adds up the probability mass, at or above each. Probabilities are
-never stored.
+program to finish a row combines the row's parts. The normaliser is computed online, part by part
+(Milakov and Gimelshein, arXiv 1805.02867). Probabilities are never stored.
+
+Top-k and top-p need no sorting. Their threshold is one of the few values that a logit can have
+(65281 in bf16), so it can be found by search. Each pass of the search tries several of these
+values. For each, it counts the tokens at or above it, or adds up their probability mass.
 """
 
 import math
@@ -27,8 +28,9 @@ from specdec_kernels.sampling.reference import TINY, LogitRows
 
 BLOCKS = (1024, 4096)  # tokens per program, for few and for many programs
 FEW_PROGRAMS = 264
-# Into how many ranges a pass of the search divides the values, for few and for many programs. Few
-# rows need few passes, which dominate their time. Many rows need few sums per pass.
+# Into how many ranges a pass of the search divides the values, for few and for many programs. With
+# few rows, the number of passes determines the time, so each pass uses many ranges. With many rows,
+# the sums determine the time, so each pass uses few ranges.
 WAYS = (16, 4)
 # SHIFT: the low bits that are always zero when a dtype's values are converted to fp32. BITS: the
 # remaining bits.
@@ -97,7 +99,8 @@ def row_sums_kernel(
     at = part * CUT.block + tl.arange(0, CUT.block)
     x = logits_at(logits_ptr + row * stride, at, True, CUT.vocab)
     top = tl.max(x, axis=0)
-    # A part with only -inf must not give a NaN here, but NaN and +inf make the sum NaN.
+    # If a part has only -inf, subtract 0 instead of its maximum, because -inf - -inf is NaN. A NaN
+    # or +inf in the part still makes the sum NaN.
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2((x - base) * scale), axis=0)
     tl.store(tops_ptr + row * CUT.parts + part, top)
@@ -122,8 +125,8 @@ def row_sums_kernel(
 def search_kernel(
     logits_ptr,  # [R, V]
     rows_ptr,  # [R, 4] fp32
-    keys_ptr,  # [R, 2] int32, in and out: the threshold's key is in [lo, hi)
-    sums_ptr,  # [R, 2] fp32, in and out: count or mass at hi or more, and the goal
+    keys_ptr,  # [R, 2] int32, in and out: (lo, hi); lo <= key of the threshold < hi
+    sums_ptr,  # [R, 2] fp32, in and out: (count or mass with keys >= hi, the goal)
     partial_ptr,  # [R, PARTS, WAYS] fp32, scratch
     counters_ptr,  # [>= R] int32, zeros
     stride,
@@ -137,11 +140,12 @@ def search_kernel(
     AFTER_TOP_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Narrow down the search for a threshold: the largest one with at least `goal` tokens, or that
-    share of the probability mass, at or above it.
+    """Narrow down the search for a threshold. For top-k, it is the largest value such that at least
+    `goal` tokens are at or above it. For top-p (BY_MASS), it is the largest value such that the
+    tokens at or above it have at least the share `goal` of the probability mass.
 
-    Each call divides the range of keys by WAYS. It changes nothing if the range is a single value,
-    or if the row's sum is NaN.
+    Each call divides the range of keys by WAYS. It changes nothing if only one value is left, or if
+    the row's sum is NaN.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -162,8 +166,8 @@ def search_kernel(
             low = tl.load(keys_ptr + row * 2).to(tl.int64)
         elif BY_MASS:
             target = goal * total
-            # All V tokens at or below this bound would together have at most half of the mass that
-            # may be dropped.
+            # The threshold is above this bound: even if all V tokens were at or below it, they
+            # would have at most half of the mass that top-p may drop.
             share = (1.0 - goal) * total / CUT.vocab
             bound = maximum + (tl.log2(share) - 1.0) / scale
             low = tl.maximum(key_of(bound, SHIFT) - 1, lowest)
@@ -200,8 +204,9 @@ def search_kernel(
             sums = tl.sum(partial, axis=0)
             if FIRST and AFTER_TOP_K:
                 target = goal * tl.sum(tl.where(way == 0, sums, 0.0), axis=0)
-            # Sums decrease from one range to the next, since all are rounded alike. The lowest
-            # range counts as reaching the target even if rounding says otherwise.
+            # The sums never increase with the border, because all are added up in the same order
+            # and so rounded alike. Choose the highest range whose sum reaches the target. If
+            # rounding leaves even the first sum below the target, choose the first range.
             last = tl.sum(((sums >= target) & (way > 0)).to(tl.int32), axis=0)
             beyond = tl.sum(tl.where(way == last + 1, sums, 0.0), axis=0)
             above = tl.where(last + 1 < WAYS, beyond, above)
@@ -227,8 +232,8 @@ def settle_kernel(
     BY_MASS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Compute the normaliser over the kept tokens, and the index of the first kept token that
-    equals the threshold."""
+    """Compute the normaliser over the kept tokens. Also find the first kept token among those equal
+    to the threshold, and store its index."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     after_predecessor(DEPENDENT)
@@ -256,8 +261,8 @@ def settle_kernel(
             first = tl.full([], 0, tl.int32)
             weight = tl.exp2((threshold - maximum) * scale)
             if BY_MASS:
-                # Of the tokens that equal the threshold, keep the last ones, as many as are needed
-                # to reach the target.
+                # Of the tokens that equal the threshold, keep only as many as are needed to reach
+                # the target: those with the highest indices.
                 ties = tl.sum(equals, axis=0)
                 missing = tl.load(sums_ptr + row * 2 + 1) - tl.load(sums_ptr + row * 2)
                 need = tl.where(weight > 0.0, tl.ceil(missing / weight), ties.to(tl.float32))

@@ -15,10 +15,11 @@ from specdec_kernels.sampling.reference import LogitRows
 
 @triton.jit
 def first_above(weights, before, threshold, index, NONE: tl.constexpr):
-    """Return the first index of a positive weight at which the running sum exceeds the threshold.
+    """Return the first index with a positive weight at which the running sum exceeds the threshold.
 
-    If there is none because of rounding, return the index of the last positive weight. If no weight
-    is positive, return the last index, NONE - 1. before: the sum of all earlier weights.
+    If rounding leaves no such index, return the index of the last positive weight. If no weight is
+    positive, return the last index, NONE - 1.
+    before: the sum of all earlier weights.
     """
     positive = weights > 0
     hit = positive & (before + tl.cumsum(weights, axis=0) > threshold)

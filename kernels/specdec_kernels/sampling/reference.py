@@ -1,9 +1,11 @@
-"""Noise, distributions from logits, sampling and rejection sampling: torch implementations, and the
-names of the kernels.
+"""Noise, distributions from logits, sampling and rejection sampling: the torch implementations.
+Each is decorated with the name of its Triton kernel.
 
 `to_probs` is the project's only definition of temperature, top-k and top-p. It gives both the
 draft's distributions q and the target's p. Random numbers are passed in as noise, so every result
-is a function of the arguments. Legend: R rows, V vocabulary, B sequences, K draft tokens.
+is a function of the arguments.
+
+Legend for shapes: R rows, V vocabulary, B sequences, K draft tokens per sequence.
 """
 
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from specdec_kernels.dispatch import kernel
 
-TINY = torch.finfo(torch.float32).tiny  # smallest fp32 divisor
+TINY = torch.finfo(torch.float32).tiny  # divisors are at least this, to avoid division by 0
 
 INF = float("inf")
 
@@ -32,7 +34,7 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
     """Compute Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
     2011): words [..., 4] from a counter [..., 4] and a key [..., 2]. All are int64 tensors that
     hold unsigned 32-bit numbers."""
-    # A round needs few numbers, for which numpy takes a third of torch's time.
+    # Use numpy: for the few numbers that a round needs, it takes a third of torch's time.
     words, keys = (x.cpu().movedim(-1, 0).numpy().view("uint64") for x in (counter, key))
     even, odd = words[::2], words[1::2]
     factors, steps = (x.reshape(2, *[1] * (counter.dim() - 1)) for x in _PHILOX)
@@ -49,9 +51,12 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
 def uniform_reference(
     seed: Tensor, index: Tensor, position: Tensor, purpose: Tensor, start: Tensor | None = None
 ) -> Tensor:
-    """Return one fp32 number in [0, 1) for each (index, position, purpose). All are int64 and
-    broadcast. start: the first position of a round; rounds with different starts get different
-    numbers."""
+    """Return one fp32 number in [0, 1) for each (index, position, purpose). The arguments are int64
+    tensors whose shapes broadcast.
+
+    start: the first position of a round, or None. Rounds with different starts get different
+        numbers.
+    """
     third = torch.zeros_like(seed) if start is None else start + 1
     low, high = seed & MASK, (seed >> 32) & MASK
     counter = torch.stack(torch.broadcast_tensors(position, purpose, third, high, index)[:4], -1)
@@ -69,12 +74,13 @@ def uniform_rows(
     width: int,
     by_round: bool = False,
 ) -> Tensor:
-    """Return uniform numbers [purposes, B, width] fp32 in [0, 1) from Philox4x32-10.
+    """Return uniform random numbers [purposes, B, width] fp32 in [0, 1) from Philox4x32-10.
 
-    seed: int64 scalar. index: [B] int64; together with the seed, it is the key. position: [B]
-    int64; number j of row b has the counter (position[b] + j, purpose). by_round: whether to put
-    position[b] into the counter, too, so that rounds with different first positions get different
-    numbers. Block verification needs that.
+    seed: int64 scalar.
+    index: [B] int64. The seed and the index form the key.
+    position: [B] int64. Number j of row b has the counter (position[b] + j, purpose).
+    by_round: whether the counter also contains position[b], so that rounds with different first
+        positions get different numbers at the same position. Block verification needs that.
     """
     place = torch.arange(width, device=index.device)
     purpose = torch.arange(purposes, device=index.device)[:, None, None]
@@ -87,11 +93,14 @@ def uniform_rows(
 class LogitRows(NamedTuple):
     """Softmax statistics that turn rows of logits into distributions; see `logit_rows`.
 
-    rows: [R, 4] fp32. The columns are the maximum m; the normaliser, which is the sum of
-        exp((x - m) / T) over the kept logits x, or NaN if the row has no valid distribution; a
-        threshold t; and an index c. A logit is kept iff x > t, or x == t and its index is at least
-        c.
-    parts: [R, P] fp32, how much each of P equal parts of the vocabulary adds to the normaliser.
+    rows: [R, 4] fp32, with these columns:
+        0. The maximum m.
+        1. The normaliser: the sum of exp((x - m) / T) over the kept logits x; NaN if the row has no
+        valid distribution.
+        2. A threshold t.
+        3. An index c. A logit x is kept iff x > t, or x == t and its index is at least c.
+    parts: [R, P] fp32, the contribution of each of P equal parts of the vocabulary to the
+        normaliser.
     """
 
     rows: Tensor
@@ -123,11 +132,13 @@ def to_probs(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Te
     """Return fp32 distributions over the vocabulary, in the shape of `logits` [..., V].
 
     Temperature, top-k and top-p are applied in this order, as in transformers' generation, and keep
-    the same number of tokens. Top-k also keeps ties with the k-th value. Top-p keeps the smallest
-    set whose mass reaches `top_p`, at least one token; if only some of several equal tokens fit,
-    those with higher indices stay (in transformers this depends on the sort). Temperature 0 gives
-    the one-hot at the first maximum. A row with a NaN or +inf, or with only -inf, sums to NaN,
-    which verification reports.
+    the same number of tokens as there. Top-k also keeps all ties with the k-th value. Top-p keeps
+    the smallest set of tokens whose mass reaches `top_p`, at least one token. If only some of
+    several tokens with equal logits fit, those with the highest indices are kept (in transformers,
+    this depends on the sort).
+
+    Temperature 0 gives the one-hot at the first maximum. A row that contains NaN or +inf, or only
+    -inf, gives a result that sums to NaN; verification reports such rows.
     """
     if temperature == 0.0:
         logits = logits.float()
@@ -140,12 +151,16 @@ def to_probs(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Te
 
 @kernel("specdec_kernels.sampling.logit_rows_triton:logit_rows_triton")
 def logit_rows(logits: Tensor, temperature: float, top_k: int, top_p: float) -> LogitRows:
-    """Compute softmax statistics, from which other functions get the distributions of `to_probs`
+    """Compute softmax statistics. From these, other functions get the distributions of `to_probs`
     without storing them.
 
-    A row that has a NaN or +inf, or only -inf, is called void. The torch implementation has one
-    part. logits: [R, V] bf16, fp16 or fp32, rows contiguous. temperature: above 0. top_k: 0 keeps
-    all tokens. top_p: 1 keeps all tokens.
+    A row that contains NaN or +inf, or only -inf, has no valid distribution and is called void. The
+    torch implementation treats the vocabulary as one part.
+
+    logits: [R, V] bf16, fp16 or fp32; each row is contiguous.
+    temperature: above 0.
+    top_k: 0 keeps all tokens.
+    top_p: 1 keeps all tokens.
     """
     assert temperature > 0.0
     scores = masked_scores(logits, temperature, top_k, top_p)
@@ -164,17 +179,17 @@ def greedy_argmax(logits: Tensor) -> Tensor:
     """Return the index of the first maximum of every row of [R, V]: [R] int64; -1 if the maximum is
     not finite."""
     top, first = logits.max(dim=1)
-    # The difference is zero only for finite numbers, since inf - inf is NaN. `isfinite` takes five
-    # operations on a CPU.
+    # top - top is zero if top is finite, and NaN otherwise. `isfinite` would take five operations
+    # on a CPU.
     return first.masked_fill_((top - top) != 0, -1)
 
 
 def sample_categorical_reference(weights: Tensor, noise: Tensor) -> Tensor:
     """Sample from unnormalised `weights` [N, V] by inverse CDF, with `noise` [N] in [0, 1).
 
-    Returns [N] int64: the smallest index at which the running sum exceeds noise * total, never one
-    with zero weight; -1 if the row has a NaN. On a CPU, torch computes running sums of fp32 in
-    fp64.
+    Returns [N] int64: the smallest index at which the running sum exceeds noise * total; -1 if the
+    row has a NaN. A token with zero weight is never returned. On a CPU, torch computes the running
+    sums of fp32 weights in fp64.
     """
     running = weights.cumsum(1)
     total = running[:, -1]
@@ -210,19 +225,23 @@ def rejection_sample_reference(
     accept_noise: Tensor,
     sample_noise: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Verify drafts by modified rejection sampling: tokens are distributed like the target's, for
-    any draft.
+    """Verify drafts by modified rejection sampling. The resulting tokens are distributed like
+    samples from the target, whatever the draft.
 
     See Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318). Draft token d_i is
-    accepted iff u_i * q_i(d_i) < p_i(d_i), where u is `accept_noise`. At the first rejection, a,
-    one token is sampled from norm(max(p_a - q_a, 0)), or from p_a if rounding leaves that empty. If
-    all k are accepted, one token is sampled from p_k. Sampling is by inverse CDF, with the
-    `sample_noise` of that position. draft_probs: [B, K, V] fp32. target_probs: [B, K + 1, V] fp32.
+    accepted iff u_i * q_i(d_i) < p_i(d_i), where u is `accept_noise`. If d_a is the first rejected
+    token, one token is sampled from norm(max(p_a - q_a, 0)), or from p_a if rounding makes this
+    residual zero. If all k are accepted, one token is sampled from p_k. Sampling is by inverse CDF,
+    with the `sample_noise` of that position.
+
+    draft_probs: [B, K, V] fp32.
+    target_probs: [B, K + 1, V] fp32.
     The other arguments are as in `Verification`.
 
-    Returns tokens [B, K + 1] int64, the accepted draft tokens and one more, padded with -1, and
-    accepted [B] int32, the number of accepted draft tokens. A NaN in the target's probabilities
-    makes both -1.
+    Returns:
+        Tokens [B, K + 1] int64: the accepted draft tokens and one more, padded with -1.
+        accepted [B] int32: the number of accepted draft tokens.
+        If the target's probabilities contain a NaN, both are -1.
     """
     num_rows, width = draft_tokens.shape
     row = torch.arange(num_rows, device=lens.device)
@@ -237,8 +256,8 @@ def rejection_sample_reference(
     accept = drafted & (accept_noise * q < p)
     accepted = accept.long().cumprod(1).sum(1)
 
-    # 2. Weights for sampling one token: max(p - q, 0) after a rejection, p otherwise. If q has a
-    # NaN, the residual's sum is NaN, which is not positive, so p is used.
+    # 2. Sample one token, from the residual max(p - q, 0) after a rejection, otherwise from p. If q
+    # has a NaN, the residual's sum is NaN. NaN is not positive, so p is used then, too.
     stop = accepted[:, None]
     weights = target_probs[row, accepted]
     if width > 0:
@@ -259,10 +278,12 @@ def sample_logits(
     top_p: float,
     noise: Tensor,
 ) -> Tensor:
-    """Sample a token from every row's distribution: [R] int64; -1 for rows without a valid one.
+    """Sample a token from the distribution of each row. Return [R] int64; -1 for rows that have no
+    valid distribution.
 
-    logits, temperature, top_k, top_p: as for `logit_rows`. stats: the result of `logit_rows` for
-    them; needed on CUDA only. noise: [R] fp32 in [0, 1).
+    logits, temperature, top_k, top_p: as for `logit_rows`.
+    stats: the result of `logit_rows` for these arguments; needed only on CUDA.
+    noise: [R] fp32 in [0, 1).
     """
     return sample_categorical_reference(to_probs(logits, temperature, top_k, top_p), noise)
 
@@ -299,9 +320,9 @@ def reject_logits(v: Verification) -> tuple[Tensor, Tensor]:
     """Verify drafts like `rejection_sample_reference`, but from logits, without storing
     probabilities.
 
-    Returns the same tokens [B, K + 1] and accepted [B], both int64. accepted is -2 if a draft token
-    is negative; otherwise it is -1, as are the tokens, if a target row up to `lens` has no valid
-    distribution.
+    Returns tokens [B, K + 1] and accepted [B] as described there, but both int64. If a draft token
+    is negative, accepted is -2. Otherwise, if a target row up to index `lens` has no valid
+    distribution, accepted and the tokens are -1.
     """
     return verified_by(rejection_sample_reference, v)
 
@@ -309,8 +330,8 @@ def reject_logits(v: Verification) -> tuple[Tensor, Tensor]:
 def verified_by(
     rule: Callable[..., tuple[Tensor, Tensor]], v: Verification
 ) -> tuple[Tensor, Tensor]:
-    """Compute `reject_logits` with a rule that reads probabilities, such as
-    `rejection_sample_reference`."""
+    """Compute probabilities from the logits, and verify with a rule that reads probabilities, such
+    as `rejection_sample_reference`. The results have the form of `reject_logits`."""
     filters, vocab = (v.temperature, v.top_k, v.top_p), v.target_logits.shape[2]
     drafts, p = v.draft_tokens.clamp(min=0), to_probs(v.target_logits, *filters)
     if v.draft_logits is None:

@@ -1,10 +1,11 @@
-"""Rejection sampling and block verification from the models' logits: a Triton kernel for both.
+"""Rejection sampling and block verification from the models' logits: one Triton kernel for both.
 
-Rows are divided into the same parts as in `logit_rows_triton`. Probabilities are never stored. A
-program adds up the mass of a residual, max(p - q, 0), in its part of the vocabulary. In rejection
-sampling, that is the residual at the first rejected position. In block verification
-(`acceptance/block.py`), each position has its own programs, because the residuals of all positions
-decide how many draft tokens are accepted. The last program of a sequence samples the next token.
+Rows are divided into the same parts as in `logit_rows_triton`. Probabilities are never stored. Each
+program adds up the mass of a residual, max(p - q, 0), in its part of the vocabulary. Rejection
+sampling needs only the residual at the first rejected position. Block verification
+(`acceptance/block.py`) needs the residuals of all positions, because they decide how many draft
+tokens are accepted, so each position has its own programs. The last program of a sequence samples
+the next token.
 """
 
 import torch
@@ -46,7 +47,8 @@ def residual_weight(at, end, target, draft, V: tl.constexpr, DRAFT_V: tl.constex
     """Return max(factor * p - q, 0) for token ids `at` below `end`. The other arguments are as in
     `draw_token`.
 
-    NaN stays NaN, so that no sum over it is positive.
+    A NaN stays NaN instead of becoming 0. So any sum over it is NaN, which is not positive, and the
+    token is sampled from p instead.
     """
     p_ptr, p_row_ptr, factor, scale = target
     q_ptr, q_row_ptr, proposed = draft
@@ -63,11 +65,11 @@ def residual_weight(at, end, target, draft, V: tl.constexpr, DRAFT_V: tl.constex
 
 @triton.jit
 def draw_token(
-    residuals,  # [BLOCK_PARTS], the residual's mass in each part; zeros to sample from p
+    residuals,  # [BLOCK_PARTS], the residual's mass in each part; all 0: sample from p
     parts_ptr,  # [PARTS], the target's mass in each part at this position
     noise,
-    target,  # `rows_at` this position, the factor of p, and `exponent_scale`
-    draft,  # `rows_at` this position, and 0; or None, None and the proposed token, whose q is 1
+    target,  # a tuple: `rows_at` for this position (2 values), factor of p, `exponent_scale`
+    draft,  # a tuple: `rows_at` for this position, 0; or (None, None, token) if q is one-hot
     DRAFT_V: tl.constexpr,
     K: tl.constexpr,
     CUT: tl.constexpr,
@@ -137,15 +139,15 @@ def running_weights(p, q, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def target_at(target, place, factor, scale):
-    """Return the argument `target` of `draw_token` for a position."""
+    """Return the tuple that `draw_token` expects as `target`, for one position."""
     logits_ptr, row_ptr = rows_at(target[0], target[1], place, target[2])
     return logits_ptr, row_ptr, factor, scale
 
 
 @triton.jit
 def draft_at(draft, place, K: tl.constexpr):
-    """Return the argument `draft` of `draw_token` for a position."""
-    # q is not read after the last position, but needs a valid address.
+    """Return the tuple that `draw_token` expects as `draft`, for one position."""
+    # After the last draft token there is no q. It is not read, but its address must be valid.
     logits_ptr, row_ptr = rows_at(draft[0], draft[1], tl.minimum(place, K - 1), draft[2])
     return logits_ptr, row_ptr, tl.full([], 0, tl.int64)
 
@@ -176,7 +178,7 @@ def verify_kernel(
     DRAFT_V: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BY_BLOCK: tl.constexpr,  # block verification: PLACES is K, else 1
+    BY_BLOCK: tl.constexpr,  # whether to use block verification; then PLACES is K, otherwise 1
     CUT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -188,8 +190,9 @@ def verify_kernel(
     after_predecessor(DEPENDENT)
     scale = tl.full([], scale, tl.float32)
 
-    # 1. Every program computes the probabilities of the draft tokens, which is cheaper than another
-    # kernel. From them it gets the running weights, or the number of accepted tokens.
+    # 1. Compute the draft tokens' probabilities. Every program does so, which is cheaper than a
+    # separate kernel. Block verification turns them into the running weights, and rejection
+    # sampling into the number of accepted tokens.
     length = tl.load(lens_ptr + row).to(tl.int32)
     place = tl.arange(0, BLOCK_K)
     drafted = (place < length) & (place < K)
@@ -257,8 +260,8 @@ def verify_kernel(
             chance = tl.where(rest == 0.0, 1.0, mass / rest)
             chance = tl.where(place == length, weights, chance)
             tested = (place >= 1) & (place <= length)
-            # The noise at position i - 1 decides whether i draft tokens are accepted. A chance of
-            # NaN accepts none.
+            # The noise at position i - 1 decides whether the first i draft tokens pass. They do not
+            # if the chance is NaN.
             noise = tl.load(accept_noise_ptr + place - 1, mask=tested, other=1.0)
             accepted = tl.max(tl.where(tested & (noise < chance), place, 0), axis=0)
             residuals = tl.sum(tl.where((place == accepted)[:, None], masses, 0.0), axis=0)
@@ -280,8 +283,10 @@ def verify_kernel(
 
 
 def verified(v: Verification, by_block: bool) -> tuple[Tensor, Tensor]:
-    """Launch the kernel. by_block: whether to use block verification instead of rejection sampling.
-    Returns tokens and accepted as in `ops.reject_logits`."""
+    """Launch the kernel. Return tokens and accepted as in `ops.reject_logits`.
+
+    by_block: whether to use block verification instead of rejection sampling.
+    """
     assert v.target is not None
     (batch, width), vocabulary = v.draft_tokens.shape, v.target_logits.shape[2]
     draft_logits, draft_rows = v.draft_logits, v.draft_rows
