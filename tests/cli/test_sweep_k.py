@@ -744,6 +744,7 @@ def test_no_prompt_can_run(capsys: Capture, tmp_path: Path) -> None:
     result = specdec(capsys, *SWEEP, *ONCE, *short, "--json", "-o", tmp_path / "run")
     assert result.code == 3 and "error" not in result.document
     assert result.document["best"]["k"] is None
+    assert re.search(r"left out: prompt 0: .* \(and 1 more prompt\)$", result.err, re.M)
     for point in result.document["points"]:
         assert point["status"] == "failed" and point["reason"].startswith("no prompt could run: ")
     merged = specdec(capsys, "merge", tmp_path / "run", "-o", tmp_path / "new", "-q")

@@ -34,6 +34,7 @@ from specdec_cli.experiment.sweep.recommend import recommend, recommend_by_categ
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords, SweepSettings
 from specdec_cli.experiment.sweep.time_curve import cost_by_part, curve_point
 from specdec_cli.recipe import Recipe
+from specdec_cli.text import counted
 
 
 def points_at(
@@ -229,7 +230,7 @@ def prompts_that_failed(samples: Iterable[Samples]) -> list[Notice]:
         return []
     first = min(failed)
     which = f"prompt {first}: {failed[first]}"
-    more = f" (and {len(failed) - 1} more prompts)" if len(failed) > 1 else ""
+    more = f" (and {counted(len(failed) - 1, 'more prompt')})" if len(failed) > 1 else ""
     told = f"not every prompt could run; these are left out: {which}{more}"
     return [Notice("prompts_failed", told, {"prompts": sorted(failed)})]
 
