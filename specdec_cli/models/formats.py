@@ -122,7 +122,7 @@ def _fp8(settings: Settings, model: str) -> Scheme:
 def _block(block: Any, model: str, key: str = "weight_block_size") -> tuple[int, int]:
     sizes = list(block) if isinstance(block, list | tuple) else []
     if len(sizes) != 2 or not all(type(n) is int and 0 < n < 1 << 31 for n in sizes):
-        raise _refused(key, block, model, "two numbers, or null for one scale a matrix")
+        raise _refused(key, block, model, "two numbers, or null for one scale per matrix")
     return sizes[0], sizes[1]
 
 

@@ -178,7 +178,7 @@ def _codes(own: Parts, group: Matrices, told: str, part: Part | None = None) -> 
             found = found.flatten(-2) if group.form == BLOCKS else found
             numbers = torch.stack((found & 15, found >> 4), -1).flatten(-2)
     if numbers.shape[-1] % 2:
-        raise SetupError(f"{told} has {numbers.shape[-1]} columns, and 2 of them share a code")
+        raise SetupError(f"{told} has {numbers.shape[-1]} columns, but a byte holds two of them")
     return same(_signed(numbers) if group.storage.kind == INT8 else packed(numbers), part)
 
 

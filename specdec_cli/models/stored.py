@@ -50,8 +50,8 @@ def choose_form(
         scheme, is_plain = scheme_of(module.config.quantization_config, spec.name), False
         if scheme.unused:
             _log.warning(
-                "%s is made for %s, and activations stay in the run's dtype: tools that quantise "
-                "them write other texts",
+                "%s was quantised for %s, but here activations keep the run's dtype: tools that "
+                "quantise them may write other texts",
                 *(spec.name, " and ".join(scheme.unused)),
             )
     wanted, is_asked = spec.weights, spec.weights in ("stored", FP8)
@@ -212,7 +212,7 @@ def _edges(held: StoredParameter, part: Part | None, told: str) -> SetupError | 
     """
     storage, width = held.stored_as, held.shape_written[-1]
     if width % (per_code := KINDS[storage.kind].per_code):
-        return SetupError(f"{told} has {width} columns, and {per_code} of them share a code")
+        return SetupError(f"{told} has {width} columns, and a code holds {per_code} whole ones")
     if part is None:
         return None
     part = stored_part(held, part)
