@@ -9,6 +9,7 @@ from specdec_cli.errors import SetupError
 from specdec_cli.report.content import Content, conclusion
 from specdec_cli.report.drawings.canvas import (
     STYLE,
+    lay_out,
     picture_of,
     svg_of,
     without_display,
@@ -76,6 +77,7 @@ def drawing(
         figure = Figure(layout="constrained")
         if not draw(figure):
             return None
+        lay_out(figure)
         files = {form: picture_of(figure, form, name) for form in pictures}
         shown = svg_of(figure, name) if svg else ""
         return Plot(name, about, conclusion, shown, files)

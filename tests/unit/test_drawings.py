@@ -1,10 +1,12 @@
 """Plots of run folders made by hand: they show the folder's figures at their places."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specdec_cli.report.drawings.canvas import STYLE, lay_out, name_rows, picture_of
 from specdec_cli.report.drawings.lines import (
     draw_break_even,
     draw_predictions,
@@ -137,6 +139,22 @@ def test_lines_of_a_comparison(comparison: ReportedRun) -> None:
         line.get_ydata()[0] for line in figure.axes[0].lines if len(set(line.get_xdata())) == 2
     ]
     assert approx(plain.number("decode_tokens_per_second")) in levels
+
+
+@pytest.mark.parametrize("right", [2.2127, 3.01, 2.27])
+def test_the_last_ticks_label_is_inside_its_picture(right: float) -> None:
+    """Beside rows with long names, where the axis ends shortly after a tick."""
+    with pytest.importorskip("matplotlib").rc_context(STYLE):
+        figure = Figure((6.4, 4.2), layout="constrained")
+        axis = figure.subplots()
+        axis.set_xlim(0.6435, right)
+        name_rows(axis, ["demo:smollm2-eagle3, k = 2 / no speculation"] * 9)
+        lay_out(figure)
+        svg = picture_of(figure, "svg", "x").decode()
+    (width,) = re.findall(r'viewBox="0 0 ([0-9.]+) ', svg)
+    places = re.findall(r'text-anchor: middle[^>]* x="([0-9.]+)"[^>]*>([0-9.]+)<', svg)
+    ends = [float(x) + len(label) * 0.26 * STYLE["font.size"] for x, label in places]
+    assert len(ends) > 3 and max(ends) <= float(width)
 
 
 def test_memory_of_a_rank_is_one_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -69,6 +69,13 @@ _METADATA: Mapping[str, Mapping[str, None]] = {
 }
 
 
+def lay_out(figure: Any) -> None:
+    """Place the axes for good, so that all labels fit. `savefig` alone would place them anew, as if
+    the last tick's label ended with the axis."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+
+
 def picture_of(figure: Any, form: str, name: str, **look: Any) -> bytes:
     """Return the contents of a file with the figure, by default on a white background.
 
