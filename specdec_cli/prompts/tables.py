@@ -1,4 +1,4 @@
-"""Reads rows of CSV, TSV and parquet files. They are converted to prompts elsewhere."""
+"""Reads rows of CSV, TSV and parquet files; `records` turns the rows into prompts."""
 
 import csv
 import io
@@ -22,7 +22,8 @@ _BATCH_ROWS = 1024
 
 def csv_source(file: BinaryIO, name: str, delimiter: str) -> Source:
     """Read a table with a header line; cells are text. A quoted cell may span several lines."""
-    # Bytes that are not UTF-8 become lone surrogates, so only the row that holds them is bad.
+    # Decode bytes that are not UTF-8 to lone surrogates instead of failing. `_record` then rejects
+    # only the rows that contain them, and the rest of the file is still read.
     text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
     reader = csv.reader(text, delimiter=delimiter, strict=True)
     try:
@@ -66,8 +67,9 @@ def _record(header: Sequence[str], cells: Sequence[str]) -> dict[str, str] | Bad
 
 @contextmanager
 def _long_cells() -> Iterator[None]:
-    """In the `with` block, allow cells of up to `MAX_LINE_BYTES`, as for the lines of other files.
-    The csv module has only one limit for the whole process, so restore it afterwards."""
+    """In the `with` block, raise the csv module's limit on a cell's length to `MAX_LINE_BYTES`, the
+    limit on lines in other files. The csv module has one limit for the whole process, so the
+    previous limit is restored afterwards."""
     before = csv.field_size_limit(MAX_LINE_BYTES)
     try:
         yield
@@ -110,6 +112,10 @@ def _parquet_rows(file: Any, name: str, columns: list[str]) -> Rows:
 
 
 def wanted(columns: Sequence[str], column: str | None) -> list[str]:
-    """Return the columns to read. Other columns, such as images, are not decoded."""
+    """Return those of a table's columns from which prompts are made. The others, such as images,
+    need not be decoded.
+
+    column: the column with the prompt; None if it is to be found by its name.
+    """
     own = (*PROMPT_KEYS, LATER_KEY) if column is None else (column,)
     return [name for name in columns if name in (*own, *MORE_KEYS)]

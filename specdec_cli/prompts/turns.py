@@ -1,4 +1,4 @@
-"""Reads conversations of several turns in the forms of Spec-Bench, MT-bench and ShareGPT.
+"""Reads conversations of several turns in the formats of Spec-Bench, MT-bench and ShareGPT.
 
 This module neither renders nor generates text.
 """

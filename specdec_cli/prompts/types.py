@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from specdec_cli.errors import Notice
 from specdec_cli.recipe import DataSection
 
-# `role`, `content`, and any other key that a chat template may read.
+# A chat message: its `role`, its `content`, and any other keys that a chat template may read.
 Message = Mapping[str, object]
 
 
@@ -23,7 +23,7 @@ class Prompt:
     system: the row's own system message, until `as_conversations` moves it into the text or the
         messages; None if there is none.
     template: values for the chat template other than the messages, by name.
-    unused: keys of the row that specdec ignores, although they would matter to the answer.
+    unused: keys of the row that specdec ignores, although they could change the answer.
     """
 
     index: int
@@ -46,9 +46,10 @@ class BadRow(Exception):
 class Source:
     """The rows of one file, pipe or dataset, read lazily.
 
-    rows: for each row, its place (`prompts.jsonl:3`) and its content: text, a record by column
-    name, or a `BadRow` if it could not be read. columns: the columns of a table; None if the source
-    is not a table. hint: advice to show about bad rows.
+    rows: pairs of a row's location, such as `prompts.jsonl:3`, and its content: text, a record by
+        column name, or a `BadRow` if it could not be read.
+    columns: the names of a table's columns; None if the source is not a table.
+    hint: advice to show about bad rows; None for no advice.
     """
 
     name: str
@@ -61,12 +62,13 @@ class Source:
 class PromptSet:
     """The prompts of a run.
 
-    data: the recipe's section that names the prompts; None if they are in no file that it could
-        name, as for prompts from options without a run folder.
+    data: the recipe's `data` section, which says where to read the prompts again. None if they
+        cannot be read again, for example if they came from `--prompt` and no run folder stores
+        them.
     chat: the value of `data.chat` with which the prompts were read.
     notices: warnings about the prompts.
-    own: the prompts as the text of a .jsonl file, for the run folder to store; None if another file
-        has them or there is no run folder.
+    own: the prompts as the text of a .jsonl file, for the run folder to store. None if `data` names
+        the file or dataset that they came from, or if there is no run folder.
     skip_bad: whether to leave out prompts that cannot be rendered or tokenised.
     """
 

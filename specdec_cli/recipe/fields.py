@@ -67,11 +67,11 @@ def _refusing(is_wrong: Callable[[str], bool], told: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-# Text that cannot be encoded, and text that no file system accepts as a path.
+# Reject text that cannot be encoded as UTF-8, and text that no file system accepts as a path.
 _ENCODED = _refusing(lambda text: not is_unicode(text), "should be valid Unicode text")
 _NO_NUL = _refusing(lambda text: "\0" in text, "should not contain a NUL character")
 _NOT_BLANK = _refusing(lambda text: not text.strip(), "should be more than white space")
-# A line break would break the messages that name the value.
+# Messages that quote the value should stay on one line.
 _ONE_LINE = _refusing(lambda text: "\n" in text, "should not contain a line break")
 _GGUF = _refusing(
     lambda name: not name.endswith(".gguf") or not {"", ".."}.isdisjoint(name.split("/")),

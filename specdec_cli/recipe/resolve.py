@@ -29,7 +29,7 @@ from specdec_cli.recipe.source import Document, Dumper, KeyPath, dotted, read
 from specdec_cli.text import inert, one_line, shown
 
 DEMO_RECIPE = "demo"
-PROMPTS = "prompts.jsonl"  # a run folder stores prompts here if no file of the user has them
+PROMPTS = "prompts.jsonl"  # where a run folder stores prompts that came from no file or dataset
 EVERY_DTYPE = "*.dtype"  # an override with this key sets the dtype of every model in the recipe
 
 _MODEL_KEYS = ("target.model", "draft.model")
@@ -94,8 +94,8 @@ def load_recipe(
     source: a file, or the name of a bundled recipe. If None, the demo recipe is loaded, or only the
         defaults if `overrides` name a target.
     origins: the option that each override came from, such as `--temperature`; used in messages.
-    overridden: values from `--set` that another option replaces. They are checked all the same, as
-        are values in the file that an override replaces.
+    overridden: values from `--set` that another option replaces. They are not used, but they are
+        still checked, like the values in the file that an override replaces.
 
     Raises a single `UsageError` that lists all problems, one per line.
     """
@@ -222,7 +222,7 @@ def find_source(source: str) -> Path:
 
 
 class _Merge:
-    """Applies overrides to a document's data, and remembers the origin of each override."""
+    """Applies overrides to a document's data, and remembers which option each one came from."""
 
     def __init__(
         self, document: Document, data: Mapping[str, object], origins: Mapping[str, str]
@@ -255,9 +255,11 @@ class _Merge:
     def where(self, path: KeyPath, *, is_missing: bool) -> tuple[int, str]:
         """Return where a key's value came from, as a line number and a text for messages.
 
-        For an override this is line 0, which sorts first, and the option; otherwise it is the line
-        in the file and "FILE:LINE". is_missing: whether the key is absent; then an option that
-        created the section around it counts as its origin.
+        For a value from an option, the line is 0, which sorts first, and the text is the option.
+        For a value from the file, the text is "FILE:LINE".
+
+        is_missing: whether the key is absent. If so, and if an option created the section that
+            lacks the key, this option is returned.
         """
         lines = self.document.lines
         for depth in range(len(path), 0, -1):
@@ -305,7 +307,10 @@ class _Merge:
         self._replaced.add(path)
 
     def check(self, key: str, value: object, line: int, where: str) -> None:
-        """Record a problem if a replaced value is not valid for its key."""
+        """Record a problem if a value that an override has replaced is not valid for its key.
+
+        line, where: where the value came from, as returned by the method `where`.
+        """
         fields = key_fields()
         if key not in fields:
             is_known = key in {**section_models(), **INNER_SECTIONS}
@@ -332,7 +337,10 @@ def _names_target(overrides: Mapping[str, object]) -> bool:
 
 def _located(value: object, folders: Sequence[Path]) -> object:
     """Make a relative path absolute if it exists in one of `folders` but not in the current folder.
-    Paths of bundled shapes are also searched beside the bundled recipes."""
+
+    A path that starts with `shapes/` is also looked up next to the bundled recipes. That folder
+    contains model folders with only a config.json.
+    """
     if not isinstance(value, str) or not value:
         return value
     if value.startswith(_SHAPES):

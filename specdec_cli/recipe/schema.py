@@ -49,8 +49,10 @@ class Recipe(Section):
         """Set `speculation.method` for recipes without a draft model.
 
         If `draft.model` is the name of a method that needs no draft, such as ngram, use this method
-        and drop the draft section. If there is no draft section, the method defaults to "none",
-        which is plain decoding. At k = 0, a method that needs a draft is replaced by "none", too.
+        and drop the draft section.
+
+        If there is no draft section, use the method "none", which is plain decoding, in two cases:
+        no method is set, or the method needs a draft but k is 0.
         """
         if not isinstance(data, dict):
             return data

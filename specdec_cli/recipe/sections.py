@@ -283,7 +283,8 @@ class LoadSection(Section):
         return self
 
 
-# Keys of `data` that select rows or columns, and so mean nothing without its file or dataset.
+# Keys of `data` that select rows or columns of the file or dataset in `data.path`, so they have no
+# meaning without it.
 ABOUT_ROWS = {"split", "subset", "column", "limit", "sample", "turn", "categories"}
 
 

@@ -91,7 +91,8 @@ _add_core_scalars(Dumper)
 
 
 class _Walk:
-    """Turns a tree of YAML nodes into data in one pass, and collects its problems."""
+    """Turns a tree of YAML nodes into data in one pass, and collects the problems that it
+    finds."""
 
     def __init__(self) -> None:
         self.lines: dict[KeyPath, int] = {}

@@ -1,4 +1,5 @@
-"""Fills the card at the top of a report: the verdict, its gain and cost, and the servers' commands.
+"""Fills the card at the top of a report: the verdict, the gain and the memory cost of speculation,
+and the commands that start vLLM and SGLang with the recommended setting.
 
 The card is plain text. `page` and `export` format it.
 """
@@ -55,7 +56,7 @@ def card(
 
 
 def _memory(run: ReportedRun, point: Point) -> list[str]:
-    """Say how much memory a point's draft takes, if the run recorded it."""
+    """Describe how much memory a point's draft takes; [] if the run did not record it."""
     if run.setting("engine", "kind") not in (None, "native"):
         return ["not reported by the servers"]
     costs = run.summary.memory

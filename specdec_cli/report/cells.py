@@ -1,7 +1,7 @@
-"""Defines the cells of human-readable tables, which show the figures of points.
+"""Defines the columns of human-readable tables, such as tokens per second at each point of a run.
 
-Each figure's heading, unit and value is defined once, for both terminals and reports. CSV files are
-for programs and use field names instead; see `export`.
+The heading, unit and value of a column are defined once, for both terminals and reports. CSV files
+are for programs, so `export` uses field names as their headings instead.
 """
 
 import json
@@ -28,15 +28,16 @@ Figures = Point | CategoryMetrics
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One figure in a table. Each row of the table shows an object, such as a point.
+    """A figure that a table shows in a column. Each row is about one object, such as a point.
 
-    title, unit: the heading and the unit of the column in a report.
-    of: returns the figure of a row's object.
+    title: the heading of the column in a report.
+    unit: the unit of the column in a report; "" for none.
+    of: takes the object that a row is about, and returns its figure.
     digits: digits after the decimal point in a report; None for text and whole numbers.
     heading: the heading on a terminal, which includes the unit; "" for the same as `title`.
     places: digits after the decimal point on a terminal.
-    interval: returns the figure's 95 % interval for a row's object, or None if it has none. None
-        for a figure that never has an interval.
+    interval: takes the object that a row is about, and returns the 95 % interval of its figure, or
+        None if that is unknown. `interval` itself is None if the figure never has an interval.
     """
 
     title: str
@@ -64,8 +65,10 @@ def span_after(ends: Sequence[float] | None) -> str:
 
 
 def number(name: str, part: str | None = None) -> Callable[[Figures], float | None]:
-    """Return a function that reads the figure with this name from a point or category. part: for a
-    figure with percentiles, the one to read, such as p50."""
+    """Return a function that reads the figure with this name from a point or category.
+
+    part: the percentile to read, such as p50, or the mean; None for a figure without percentiles.
+    """
     return lambda found: found.number(name, part)
 
 
@@ -82,14 +85,16 @@ def span(ends: Sequence[float] | None) -> str | None:
 
 
 def span_of(found: Figures, ends: Sequence[float] | None) -> str | None:
-    """Format an interval, or say that there are too few prompts for one."""
+    """Format an interval. If it is None, return "too few prompts" if that is the reason, and None
+    otherwise."""
     if ends is None and found.is_ok and (found.number("num_prompts") or FEWEST) < FEWEST:
         return "too few prompts"
     return span(ends)
 
 
 def first_token_part(name: str, point: Point) -> float | None:
-    """Return one part of the mean time to the first token, in ms; None if it was not recorded."""
+    """Return one part of the mean time to the first token, in ms; None if it was not recorded.
+    name: a key of `TTFT_PARTS`."""
     return (point.metrics.ttft_parts_ms or {}).get(name) if point.metrics is not None else None
 
 
@@ -146,14 +151,14 @@ LATENCIES = [
 
 
 def columns_of(cells: Sequence[Cell], rows: Sequence[Any]) -> dict[str, list[str]]:
-    """Return a terminal table as a mapping from headings to the column's texts, one per row."""
+    """Make a terminal table. It maps the heading of each column to a list with a text per row."""
     return {c.heading or c.title: [c.text(row) for row in rows] for c in cells}
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column. digits: the number of digits after the decimal point; None for text and whole
-    numbers."""
+    """A column of a table. digits: the number of digits after the decimal point; None for text and
+    whole numbers."""
 
     title: str
     digits: int | None = None
@@ -162,8 +167,12 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table. name: the name of its file. note: the text below the title. strong: the rows to
-    emphasise."""
+    """A table.
+
+    name: the name of its file, without the extension.
+    note: the text below the title.
+    strong: the indexes of the rows to emphasise.
+    """
 
     name: str
     title: str
@@ -207,6 +216,7 @@ def table_of(
     """Make a table with a row for each item. A figure with an interval takes two columns.
 
     texts: the table's name, title and note.
+    strong: the indexes of the rows to emphasise.
     """
     columns: list[Column] = []
     values: list[Callable[[Any], Value]] = []

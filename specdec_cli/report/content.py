@@ -1,7 +1,7 @@
 """Collects the content of a report, which is the same in every format.
 
-This includes a conclusion for each section, which appears at its top and in the plot's caption.
-Plots are drawn in `drawings`.
+The content includes a conclusion for each section, which appears at the top of the section and in
+the caption of its plot. Plots are drawn in `drawings`.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,10 +32,10 @@ class Content:
     bests: the finding at each batch size or request rate.
     answers: a sentence or two about each finding.
     reasons: the reasons that the run recorded for its conclusive findings, without repetitions. For
-        compare-tp, the last one names the pairs that did not run, if any.
+        compare-tp, the last one names the pairs of target TP and draft TP that did not run, if any.
     lossless: the result of the lossless check as text; None if it was not made.
     tables: the tables by name. A table without rows is not shown.
-    shown: the point whose figures by category are shown; None if there is none.
+    shown: the point whose figures are shown for each category; None if there is none.
     category_point: a description of this point; "" if there is none.
     """
 
@@ -79,8 +79,11 @@ class Content:
 
 
 def _point_for_categories(run: ReportedRun, bests: list[Finding]) -> Point | None:
-    """Choose the point whose figures by category are shown: the first best point with proposals
-    or, if plain decoding is best everywhere, the fastest point with proposals."""
+    """Choose the point whose figures are shown for each category of prompts.
+
+    This is the first best point with proposals or, if plain decoding is best everywhere, the
+    fastest point with proposals. Returns None if no such point has a speed-up.
+    """
     for best in bests:
         if best.point is not None and best.point.is_ok and not best.point.is_baseline:
             return best.point
@@ -118,8 +121,9 @@ def speedup(content: Content) -> str:
 
 
 def break_even(content: Content) -> str:
-    """Describe the point with the highest ratio of tokens per round to the tokens per round that it
-    needs to be as fast as plain decoding. The ratio may be below 1 at every point."""
+    """Describe the point that exceeds its break-even by the largest factor or, if no point reaches
+    break-even, comes closest to it. Break-even is the number of tokens per round that a point needs
+    to be as fast as plain decoding. Returns "" if it is unknown at all points."""
     run = content.run
     found = [
         (length / needed, point, even)
@@ -143,7 +147,8 @@ def break_even(content: Content) -> str:
 
 
 def comparisons(content: Content) -> str:
-    """Say which draft of each pair is faster and by how much, or that both are tied."""
+    """Say how much faster one draft is than the other, or that they are tied, for each pair of
+    drafts that the run compared. Returns "" if there are no such pairs."""
     told = []
     for one in content.run.comparisons:
         if not (one.arm.k and one.against.k) or one.speed_ratio is None:
@@ -158,7 +163,7 @@ def comparisons(content: Content) -> str:
 
 def acceptance(content: Content) -> str:
     """State how often the first and the last proposal of a round are accepted, for each draft at
-    its largest k, as in the plot."""
+    its largest k. The plot shows the same points."""
     told = []
     for point in longest_proposals(content.run).values():
         rates = (point.metrics.acceptance_rate_per_pos if point.metrics else None) or []
@@ -199,7 +204,8 @@ def rounds(content: Content) -> str:
 
 
 def experts(content: Content) -> str:
-    """Compare the number of experts read and the verify time at the largest k with k = 0."""
+    """State how much the number of experts read and the verify time grow from k = 0 to the largest
+    k. If the weights are random, add that this makes the choice of experts unrealistic."""
     is_random = content.run.setting("target", "load_format") == "dummy"
     remark = " The weights are random, so experts are chosen evenly, unlike with trained routers."
     known = [p for p in content.run.points if p.number("distinct_experts")]

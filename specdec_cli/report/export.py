@@ -117,7 +117,8 @@ def raw_comparisons(run: ReportedRun) -> Table:
 
 
 def raw_acceptance(run: ReportedRun) -> Table:
-    """Make a table with a row for each point and position."""
+    """Make a table of acceptance rates, with a row for each position of a proposal at each point.
+    Points whose acceptance rates are unknown have no rows."""
     rows = []
     for point in run.points:
         rates = ("acceptance_rate", "conditional_acceptance_rate")
@@ -130,7 +131,7 @@ def raw_acceptance(run: ReportedRun) -> Table:
 
 
 def raw_categories(run: ReportedRun) -> Table:
-    """Make a table with a row for each point and category."""
+    """Make a table with a row for each category of prompts at each point."""
     names = ("num_prompts", "mean_acceptance_length", "draft_acceptance_rate", "speedup")
     rows = [
         _setting(point)
@@ -150,8 +151,8 @@ _MARKUP = re.compile(r"([\\`*_\[\]|<>~$&]|^[-+#=](?![\d.]))")
 
 
 def csv_tables(run: ReportedRun) -> dict[str, str]:
-    """Return CSV files by name: points.csv, and the files of acceptance, categories and comparisons
-    if these have rows."""
+    """Return the contents of CSV files by name: points.csv, acceptance.csv, categories.csv and
+    comparisons.csv, without those that would have no rows."""
     found = [raw_points(run), raw_acceptance(run), raw_categories(run), raw_comparisons(run)]
     return {f"{table.name}.csv": csv_of(table) for table in found if table.rows}
 
@@ -211,7 +212,8 @@ def _cell(value: Value) -> str:
     if not isinstance(value, str):
         return repr(value)
     text = inert(value)
-    # Spreadsheets read full-width characters as plain ones, and skip blanks before them.
+    # Spreadsheets treat full-width characters, such as a full-width =, like ordinary ones, and skip
+    # blanks at the start of a cell.
     plain = unicodedata.normalize("NFKC", text)
     is_formula = plain.startswith(_FORMULA) or plain.lstrip().startswith(_FORMULA)
     return f"'{text}" if is_formula else text

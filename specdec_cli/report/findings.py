@@ -29,8 +29,9 @@ class Finding:
         then the fastest measured point.
     tied: names of other points whose speeds do not differ significantly from the fastest.
     is_disturbed: whether the run warned that something disturbed its times.
-    fastest: the fastest point, to which a recommended slower point is statistically tied. None if
-        it is not known, as without a record or in compare-tp.
+    fastest: the fastest point. It may differ from `point`, because a point that is statistically
+        tied with it may be recommended. None if it is unknown, if nothing was recorded, and for
+        compare-tp.
     """
 
     at: Point
@@ -130,7 +131,8 @@ def _recorded(run: ReportedRun, every: Sequence[Point], best: Best | BestPair) -
     if chosen is None:
         return None
     if isinstance(best, BestPair):
-        # The record names the fastest pair even if plain decoding is faster.
+        # In compare-tp, the record names the fastest pair of target TP and draft TP, even if plain
+        # decoding is faster.
         plain = max((p for p in points if p.is_baseline), key=_speed, default=chosen)
         is_slower = best.verdict is None and _speed(plain) > _speed(chosen)
         chosen = plain if best.verdict == "none" or is_slower else chosen
@@ -280,8 +282,8 @@ def fastest_with_proposals(
 
 
 def _is_within_chance(run: ReportedRun, best: Finding) -> bool:
-    """Return True if plain decoding was chosen although another point was measured as faster, since
-    the difference may be due to chance."""
+    """Return True if plain decoding was chosen although another point was measured as faster. It is
+    chosen then because the difference may be due to chance."""
     point, plain = fastest_with_proposals(run, best, _measured), best.point
     if point is None or plain is None or best.recorded is None:
         return False
@@ -307,7 +309,7 @@ def headline(run: ReportedRun, bests: list[Finding]) -> str:
     if len(settings) == 1:
         speeds = [s for b in found if b.point and (s := b.point.speedup) is not None]
         span = ""
-        if len(speeds) == len(found):  # at some rate plain decoding may be overloaded
+        if len(speeds) == len(found):  # overloaded plain decoding gives no speed-ups
             span = f", {times(min(speeds))} to {times(max(speeds))} the speed of plain decoding"
         (what,) = settings
         word = "Best" if run.is_comparison else "Recommended"
@@ -328,7 +330,8 @@ def _levels(found: Sequence[Finding], every: Sequence[Finding]) -> str:
 
 
 def warnings(run: ReportedRun) -> list[Notice]:
-    """Return warnings for readers of the report: its own, the run's, and notes on damaged files."""
+    """Return warnings for readers of the report: warnings that the report adds, the warnings that
+    the run recorded, and notes on damaged files."""
     told = []
     if run.is_partial:
         told.append(

@@ -1,7 +1,7 @@
 """Descriptions of the methods, acceptance rules and length policies that a recipe may choose.
 
-They need no heavy imports. The code of each is in the module of the same name in `methods`,
-`acceptance` or `lengths`; a plugin's code is in the description's `code`.
+This module avoids heavy imports. A built-in choice is implemented in the module of the same name in
+`methods`, `acceptance` or `lengths`; a plugin's implementation is in the description's `code`.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from specdec_cli.recipe.choices.forms import DraftForm
 WeightsFrom = Literal["none", "draft", "target"]
 
 Setting = Callable[[str, str], Any]  # (section, key) -> value in the recipe; None if not set
-# Takes k and returns SGLang's settings, by name of flag without the prefix --speculative-.
+# Takes k and returns the values of SGLang's flags, by flag name without the prefix --speculative-.
 SglangValues = Callable[[int], dict[str, str | int]]
 
 
@@ -33,7 +33,9 @@ def drafted(method: str, noun: str, *notes: str, **more: object) -> VllmMaker:
     """Return a `VllmMaker` for a method with a draft. If the recipe samples, the config also makes
     vLLM sample its proposals, and a note explains this.
 
-    noun: the word for the draft in that note. notes, more: notes and config keys of this method.
+    noun: the word for the draft in that note.
+    notes: further notes on this method.
+    more: further config keys of this method.
     """
 
     def config_of(setting: Setting, draft: str | None) -> VllmConfig:
@@ -70,8 +72,8 @@ class MethodChoice:
         `target`, in the target's own files; `none`, it has no weights.
     to_vllm: makes vLLM's config; None if vLLM has no such method.
     to_sglang: makes SGLang's settings; None if SGLang has no such method.
-    form: how to recognise the method's drafts; None if they are models of transformers' own
-        classes.
+    form: how to recognise the method's drafts by their config; None if they are ordinary
+        transformers models.
     code: a plugin's `methods.Method`; None for a built-in method.
     """
 
@@ -86,8 +88,11 @@ class MethodChoice:
 def sglang_flags(
     choice: MethodChoice, k: int, draft: str | None, weights: tuple[str | None, str | None]
 ) -> list[tuple[str, str]]:
-    """Return SGLang's flags for a method that SGLang supports. draft: the draft's folder or id;
-    None without a draft. weights: the recipe's `target.weights` and `draft.weights`."""
+    """Return SGLang's flags for a method that SGLang supports, as pairs of name and value.
+
+    draft: the draft's folder or id; None if there is no draft.
+    weights: the recipe's `target.weights` and `draft.weights`.
+    """
     assert choice.to_sglang is not None
     found = choice.to_sglang(k)
     if choice.weights_from == "draft" and draft is not None:

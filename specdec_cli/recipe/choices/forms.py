@@ -35,9 +35,9 @@ class Sign:
 class DraftForm:
     """A kind of draft other than an ordinary model.
 
-    noun: its name in messages, with an article. must: groups of signs; a config of this kind has at
-    least one sign of each group. must_not: groups of signs of other kinds; a config of this kind
-    has none of them.
+    noun: its name in messages, with an article.
+    must: groups of signs. A config of this kind has at least one sign of each group.
+    must_not: groups of signs of other kinds. A config of this kind has none of these signs.
     """
 
     noun: str
@@ -60,13 +60,13 @@ class DraftForm:
 
 
 def first_seen(signs: tuple[Sign, ...], config: Mapping[str, Any]) -> str | None:
-    """Return the first of the signs that a config has, for a message; None if it has none."""
+    """Return a message text for the first of the signs that a config has; None if it has none."""
     return next((told for sign in signs if (told := sign.seen(config)) is not None), None)
 
 
 def speculator(*names: str, others: bool = False) -> tuple[Sign, ...]:
-    """Return the signs that a config is from the speculators library and that its kind is one of
-    `names`. With `others`, return the signs that its kind is none of `names`."""
+    """Return the signs of a config from the speculators library that says that the draft is one of
+    the kinds `names` or, with `others`, that it is of any other kind."""
 
     def counts(value: Any) -> bool:
         return value is not None and (value in names) != others
@@ -77,8 +77,8 @@ def speculator(*names: str, others: bool = False) -> tuple[Sign, ...]:
 
 
 def named(pattern: str) -> Sign:
-    """Return the sign that a class in `architectures` has a name that matches the pattern. Names
-    are compared in lower case."""
+    """Return a sign that a config has if the name of a class in its `architectures` matches the
+    regular expression `pattern`. Names are converted to lower case first."""
 
     def counts(value: Any) -> bool:
         names = [str(name).lower() for name in value] if isinstance(value, list) else []
@@ -88,7 +88,8 @@ def named(pattern: str) -> Sign:
 
 
 def valued(key: str, *values: str, others: bool = False) -> Sign:
-    """Return the sign that a key has one of these values. With `others`, it has any other value."""
+    """Return a sign that a config has if the value of `key` is one of `values` or, with `others`,
+    any other value except null."""
     return Sign(key, lambda value: value is not None and (value in values) != others)
 
 
@@ -102,7 +103,8 @@ EAGLE3 = (
     Sign("eagle_config", lambda value: isinstance(value, Mapping)),
     Sign("draft_vocab_size", lambda _: True),
 )
-# EAGLE-1, EAGLE-2 and HASS. Their own configs describe a one-layer Llama.
+# EAGLE-1, EAGLE-2 and HASS. Only converted heads have these signs: the config that a head was
+# published with looks like that of an ordinary one-layer Llama.
 EAGLE = (*speculator("eagle"), valued("model_type", "eagle"), named("(?<!p)eagle(?!3)"))
 PEAGLE = (*speculator("peagle"), named("peagle"))
 DSPARK = (

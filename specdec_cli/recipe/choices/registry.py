@@ -1,4 +1,5 @@
-"""The methods, acceptance rules and length policies that a recipe may name, including plugins'.
+"""The methods, acceptance rules and length policies that a recipe may name, built-in or from a
+plugin.
 
 To add one, register it here and write its code in a module of the same name. If it has its own
 recipe keys or a `DraftForm`, define them in a module next to this one. This module avoids heavy
@@ -88,8 +89,9 @@ class Fitting(NamedTuple):
 def fitting_forms(config: Mapping[str, Any]) -> list[Fitting]:
     """Return the kinds of drafts whose description matches a config.json; [] for an ordinary model.
 
-    If the config has the required keys of a kind, but also keys that rule this kind out, and no
-    other kind matches, the result is one entry for a contradictory draft, without a method.
+    A config may have the required keys of a kind, but also keys that rule this kind out. If so, and
+    if no other kind matches, the result is a single `Fitting` that has no method and describes a
+    draft of contradictory kinds.
     """
     forms: list[tuple[DraftForm, str | None]] = [(form, None) for form in UNBUILT]
     forms += [(choice.form, name) for name, choice in METHODS.items() if choice.form is not None]
@@ -103,7 +105,7 @@ def fitting_forms(config: Mapping[str, Any]) -> list[Fitting]:
 
 
 def weights_from(method: object) -> WeightsFrom:
-    """Return the source of the weights of the method with this name; `none` for an unknown name."""
+    """Return where the weights of the method with this name are; `none` for an unknown name."""
     return METHODS[method].weights_from if isinstance(method, str) and method in METHODS else "none"
 
 

@@ -71,8 +71,10 @@ def even_rate(length: float, k: int) -> float:
 def marginal_rates(keys: SyntheticKeys, own_k: int, k: int) -> tuple[float, ...]:
     """Return the marginal acceptance rates of at least the first k positions.
 
-    own_k: the k in the recipe, which may differ from k in a sweep. If the recipe gives a mean
-    length, it holds at own_k; the acceptance rate that yields it there is also used at other k.
+    If the recipe gives a mean length instead of rates, compute the acceptance rate that yields this
+    length at `own_k`, and use the same rate at every k.
+
+    own_k: the k in the recipe. In a sweep, k may differ from it. 0 stands for k.
     Raises `UsageError` if the recipe gives fewer rates than k.
     """
     rates, length = keys.synthetic_acceptance_rates, keys.synthetic_acceptance_length

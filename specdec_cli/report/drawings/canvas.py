@@ -77,9 +77,10 @@ def lay_out(figure: Any) -> None:
 
 
 def picture_of(figure: Any, form: str, name: str, **look: Any) -> bytes:
-    """Return the contents of a file with the figure, by default on a white background.
+    """Render the figure as the bytes of an image file, by default with a white background.
 
-    form: png, pdf or svg. name: seeds the ids in an SVG file, which would otherwise be random.
+    form: png, pdf or svg.
+    name: the seed of the ids in an SVG file, which would otherwise be random.
     look: further arguments of matplotlib's `savefig`.
     """
     import matplotlib
@@ -106,7 +107,11 @@ def svg_of(figure: Any, name: str) -> str:
 def make_axes(
     figure: Any, count: int, height: float, columns: int = 3, *, shares_y: bool = True
 ) -> list[Any]:
-    """Make `count` axes, side by side in rows of at most `columns`."""
+    """Make `count` axes in rows of at most `columns`, and never more than three.
+
+    height: the height of each row, in inches.
+    shares_y: whether all axes have the same y limits.
+    """
     columns = max(1, min(columns, count, 3))
     rows = -(-count // columns)
     figure.set_size_inches(_WIDTHS[columns], height * rows + 0.5)

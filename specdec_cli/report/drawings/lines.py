@@ -101,7 +101,8 @@ def draw_predictions(figure: Any, run: ReportedRun) -> bool:
 
 
 def draw_speeds(figure: Any, run: ReportedRun) -> bool:
-    """Draw tokens per second by draft TP. Returns whether the run is a comparison with points."""
+    """Draw tokens per second by draft TP for a compare-tp run. Returns whether anything was drawn,
+    which is False for other runs."""
 
     def draw(line: Line) -> None:
         line.plot(_speed, lambda p: p.decode_tokens_per_second_ci)
@@ -114,7 +115,8 @@ def draw_speeds(figure: Any, run: ReportedRun) -> bool:
     axes = draw_panels(figure, run, panels, draw, "tokens/s")
     for axis in axes:
         axis.set_yscale("log")
-        # By default ticks are labelled with powers of ten, which need markup, and that is disabled.
+        # Matplotlib labels logarithmic ticks with powers of ten, whose exponents need markup. As
+        # markup is disabled, write plain numbers.
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter("{x:g}")
         axis.tick_params(axis="y", which="minor", labelsize=7)

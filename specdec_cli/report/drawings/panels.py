@@ -83,8 +83,8 @@ def draw_panels(
     panels = dict(list(panels.items())[:MOST_PANELS])
     if not panels:
         return []
-    # Choose colours by the position in a list of all names, so that a draft has the same colour in
-    # every panel and, if the drafts are the same, in every drawing.
+    # Choose a draft's colour by its index in the sorted names of all panels, so that it is the same
+    # in every panel, and in every drawing that shows the same drafts.
     names = sorted({name for lines in panels.values() for name in lines})
     if run.is_comparison:
         names.sort(key=first_number)

@@ -43,7 +43,8 @@ def draw_rounds(figure: Any, run: ReportedRun) -> bool:
     if not groups:
         return False
     groups = dict(list(groups.items())[:MOST_PANELS])
-    # If the panels of the speed-up plot have 2 or 3 lines, a row here shows one panel's lines.
+    # This plot has a panel for each line of the speed-up plot. If a panel of the speed-up plot has
+    # at most 2 or 3 lines, make 2 or 3 columns here, so that a row shows the lines of one panel.
     widest = max((len(lines) for lines in placed(run).values()), default=1)
     axes = make_axes(figure, len(groups), 2.7, widest if 1 < widest <= 3 else 3)
     for axis, (title, group) in zip(axes, groups.items(), strict=True):

@@ -89,7 +89,8 @@ def draw_comparisons(figure: Any, run: ReportedRun) -> bool:
 
 
 def _pairs(run: ReportedRun) -> list[tuple[str, SpeedRatio, bool]]:
-    """Return each row's name, its figures, and whether the figures are over all prompts."""
+    """Return the rows of the plot of comparisons: each row's name, its ratio of speeds, and True if
+    the ratio is over all prompts or False if it is over one category."""
     with_batch = len({one.batch_size for one in run.comparisons}) > 1
     rows: list[tuple[str, SpeedRatio, bool]] = []
     for one in run.comparisons:
