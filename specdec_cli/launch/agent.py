@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
-# These modules import nearly everything that a rank uses, and run nothing on a device. They include
-# the code of two model families, which imports nearly all that other families need. For a program
-# other than specdec, only torch is imported in advance.
+# These modules import nearly everything that a rank uses. They run nothing on a device, because a
+# rank could not use CUDA if it were forked from a process that uses CUDA. They include the code of
+# two model families, which imports nearly all that other families need. For a program other than
+# specdec, only torch is imported in advance.
 _SHARED = (
     "specdec_cli.app",
     "specdec_cli.backends.native",
@@ -89,15 +90,17 @@ def main(arguments: list[str]) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
-    # A rank may be suspended before its own call of `die_with`. Until every rank has made that
-    # call, this process must outlive the parent in order to end the ranks.
+    # The kernel ends a rank with this process only once the rank has called `die_with`. Until every
+    # rank has done so, the end of the parent must not kill this process, but send it SIGTERM, whose
+    # handler kills the ranks.
     tied, tie = os.pipe()
     signal.signal(signal.SIGTERM, end_ranks)
     die_with(int(parent), signal.SIGTERM)
     # Block SIGTERM while forking: no rank must run the inherited handler, and the handler must not
     # run before it knows every rank.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    # Python warns about threads at a fork. They belong to OpenBLAS, which ends them before it.
+    # Python warns that forking a process with threads is unsafe. The only threads are OpenBLAS's,
+    # and OpenBLAS ends them before a fork.
     warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
     agent = os.getpid()
     for rank in range(int(num_ranks)):

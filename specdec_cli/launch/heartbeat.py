@@ -1,9 +1,9 @@
 """The heartbeat of a rank. It shows whether the rank's main thread makes progress and, if not, what
 it is waiting for.
 
-A second thread looks at the main thread's stack. The rank has moved if the stack has changed or a
-step was counted since the last look. While models load, it has also moved if bytes were read, so
-that a long load does not look like a hang.
+A second thread looks at the main thread's stack at regular intervals. The rank counts as having
+moved if the stack has changed or a step was counted since the last look. While models load, it also
+counts as having moved if bytes were read, so that a long load does not look like a hang.
 
 Ranks started by torchrun or srun watch each other through torch's store. A hung rank cannot report
 itself, so rank 0 watches all others, and they watch rank 0.
@@ -132,7 +132,8 @@ class Heartbeat:
             now = time.monotonic()
             frames = _stack(sys._current_frames().get(self._main))
             stack = [(id(frame.f_code), frame.f_lasti) for frame in frames]
-            # Reading from a slow disk is not a hang. Nothing large is read once models are loaded.
+            # While models load, count bytes read as progress, since a slow disk is not a hang.
+            # Nothing large is read afterwards.
             seen = (self.steps, stack, 0 if self.ready else bytes_read())
             if seen != last:
                 moved_at, last = now, seen
@@ -203,8 +204,8 @@ def _where(frames: list[FrameType]) -> str:
 class PeerWatch:
     """Exchanges heartbeats with the other ranks. Only the heartbeat thread uses it.
 
-    store: torch's store. Nothing else may use this connection, since a call may block while the
-        server of the store is frozen.
+    store: a connection to torch's store that nothing else uses, since a call may block while the
+        process that serves the store is frozen.
     rank: this rank.
     size: the number of ranks, all of which are connected.
     timeout_s: how long a rank may hold up the others.

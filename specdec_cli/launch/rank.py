@@ -1,5 +1,5 @@
-"""The current process as one of several ranks: silences its output, starts its heartbeat, and
-reports how it ended.
+"""Makes the current process one of several ranks: silences its output unless it is rank 0, starts
+its heartbeat, and reports how it ended.
 
 A rank started by `specdec` reports to its parent through the run's folder. A rank started by
 torchrun or srun reports to rank 0 through the store that all ranks share, and rank 0 tells the
@@ -29,7 +29,7 @@ from specdec_cli.launch.reports import (
 )
 from specdec_cli.launch.seat import Seat
 
-_LINGER_S = 2.0  # how long a failed rank lets others report before its exit ends them
+_LINGER_S = 2.0  # how long a failed rank waits for others to report before it exits
 
 
 class PeersMissing(SetupError):
@@ -89,7 +89,7 @@ class Rank:
             with contextlib.suppress(ValueError):  # only the main thread may set handlers
                 signal.signal(number, lambda *_: asked.set())
         if self.seat.folder is not None:
-            with contextlib.suppress(FileNotFoundError):  # the parent has ended, knowing the cause
+            with contextlib.suppress(FileNotFoundError):  # the parent knew the cause and ended
                 write_report(self.seat.folder, report)
             if report.end is End.LOST_PEERS:
                 asked.wait(_LINGER_S)
@@ -111,7 +111,7 @@ class Rank:
             if self.store is None:
                 time.sleep(_LINGER_S)  # so that rank 0 can fail and report before torchrun ends it
             return None
-        if self.seat.rank == 1 and report.rank == 0:  # the hung rank cannot report itself
+        if self.seat.rank == 1 and report.rank == 0:  # rank 0 hangs and cannot report it
             self._speak()
             return report
         if self.seat.rank:

@@ -130,7 +130,7 @@ def _failures(folder: Path, reports: Mapping[int, Report], exits: Sequence[Exit]
     """Return the reports of failed ranks. For a rank that ended without a report, make one."""
     found = []
     for report in reports.values():
-        # This process stops no rank while it watches, so another process stopped this one.
+        # This process stops no rank while it watches, so another process stopped the rank.
         if report.end is End.STOPPED:
             report = replace(report, code=ExitCode.RUN_FAILED)
         if report.end is not End.DONE:

@@ -20,7 +20,7 @@ class End(StrEnum):
     FAILED = "failed"  # the rank reported its own error, or ended without a report
     STUCK = "stuck"
     STOPPED = "stopped"  # a signal from outside specdec asked the rank to end
-    ABORTED = "aborted"  # by SIGABRT, as NCCL does to a rank that has lost its peers
+    ABORTED = "aborted"  # ended by SIGABRT, with which NCCL ends a rank that has lost its peers
     LOST_PEERS = "lost peers"  # a collective failed: another rank is the cause
 
 

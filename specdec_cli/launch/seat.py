@@ -52,8 +52,8 @@ def find_seat(environ: Mapping[str, str]) -> Seat | None:
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _torchrun(environ)
-    # A batch script has a SLURM_PROCID too. Only `srun` starts a task for each rank, and it also
-    # sets variables of the step.
+    # A batch script has a SLURM_PROCID too, but is not a rank. Only `srun` starts a task for each
+    # rank, and it also sets the variables in `_SLURM_STEP`, which describe the job step.
     if "SLURM_PROCID" in environ and any(name in environ for name in _SLURM_STEP):
         seat = _slurm(environ)
         return seat if seat.size > 1 else None  # one task with several GPUs starts its own ranks

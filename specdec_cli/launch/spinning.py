@@ -21,7 +21,7 @@ SPINS = "GOMP_SPINCOUNT"
 _POLICY = "OMP_WAIT_POLICY"
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _ALONE, _CROWDED = 20_000, 100  # spins; libgomp's own default is 300,000
-_OTHERS = 0.3  # ignore other work that takes no more processors than this from torch
+_OTHERS = 0.3  # processors: other work that takes no more from torch's threads is ignored
 _UNSURE = 0.1  # tolerated error in the measured number of used processors
 _WINDOW = 0.25  # minimum time over which other work is measured, in seconds
 
@@ -29,7 +29,7 @@ _WINDOW = 0.25  # minimum time over which other work is measured, in seconds
 class Use(NamedTuple):
     """The processor time used up to one moment, in seconds.
 
-    clock: the moment, on the monotonic clock.
+    clock: that moment, in seconds on the monotonic clock.
     all: the processor time of all processes.
     own: the processor time of this process and its children.
     """

@@ -19,8 +19,8 @@ from specdec_cli.text import counted, first_line
 
 T = TypeVar("T")
 
-# Collectives time out this many seconds later than a hung rank is detected. So the user sees the
-# error that names the hung rank, and not that of a collective on another rank.
+# A hung rank is detected this many seconds before the collectives of other ranks time out. So the
+# user sees the error that names the hung rank, not the error of a collective on another rank.
 _PAST_TIMEOUT_S = 5.0
 _LONG_S = 24 * 3600.0
 # The maximum number of ranks that specdec starts on one machine. No machine has more GPUs, and too

@@ -1,8 +1,8 @@
-"""Opens the sessions of a sweep's arms. An arm is one of the drafts, or one of the methods without
-a draft, that the sweep compares.
+"""Opens the sessions of a sweep's arms. An arm is one of the alternatives that the sweep compares:
+a draft, or a method that needs no draft.
 
-All arms share one copy of the target. If memory does not suffice for all drafts, arms are loaded
-one at a time. All ranks must make the same calls in the same order.
+All arms share one copy of the target. If the drafts do not all fit in memory, arms are loaded one
+at a time. All ranks must make the same calls in the same order.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ from specdec_cli.launch.world import World
 class Arms:
     """Loads the arms of a plan.
 
-    begin: called with a description of each load.
-    failures: for each arm that could not be loaded, by its name, the reason.
+    begin: called with the name of each stage of loading when it begins.
+    failures: why arms could not be loaded, by the name of the arm's draft or method.
     alternates: whether arms are loaded one at a time, because they do not fit in memory together.
     """
 
@@ -70,7 +70,8 @@ class Arms:
         that session; if memory does not suffice for both, store neither.
 
         Raises the error instead of storing it if this is the only arm, or if there are several
-        ranks: a rank that holds a part of the draft may fail while the other ranks do not.
+        ranks: if only some ranks failed, for example those that hold a part of the draft, the ranks
+        could not go on with the same calls.
         """
         self.begin("loading models")
         self.world.loading()

@@ -17,7 +17,7 @@ _FEWEST_PROMPTS, _FEWEST_TOKENS, _USUAL_TOKENS = 8, 16, 64
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The size of a sweep. seconds: its estimated duration."""
+    """The size of a sweep, and how many seconds a sweep of this size is estimated to take."""
 
     prompts: int
     max_new_tokens: int
@@ -35,9 +35,14 @@ class Fit:
 
 def fitting(plan: SweepPlan, seconds: float) -> Fit:
     """Find the largest size of a sweep that should take at most `seconds`, with a margin for wrong
-    estimates. Repeats are reduced first, since intervals depend on the number of prompts, not on
-    that of repeats. Then tokens are reduced to 64, prompts to 8 or to the largest batch size, and
-    tokens to 16. Raises `UsageError` if even the smallest size takes longer."""
+    estimates.
+
+    The size is reduced in this order: repeats to 1, tokens per prompt to 64, prompts to 8 or to the
+    largest batch size, and tokens per prompt to 16. Repeats come first, since the width of
+    confidence intervals depends on the number of prompts, not on the number of repeats.
+
+    Raises `UsageError` if even the smallest size should take longer.
+    """
     found = None
     for size in _sizes(plan):
         found = replace(size, seconds=_seconds(plan, size))
@@ -56,7 +61,7 @@ def _sizes(plan: SweepPlan) -> Iterator[Fit]:
     recipe = plan.recipe
     prompts, repeats = plan.num_prompts, recipe.run.repeats
     tokens = recipe.sampling.max_new_tokens
-    fewest = max(_FEWEST_PROMPTS, *plan.settings.batch_sizes)  # fewer would fill no batch
+    fewest = max(_FEWEST_PROMPTS, *plan.settings.batch_sizes)  # fewer never fill the largest batch
     while repeats > 1:
         yield Fit(prompts, tokens, repeats)
         repeats -= 1
@@ -78,7 +83,7 @@ def sweep_seconds(plan: SweepPlan) -> float:
 
 
 def _seconds(plan: SweepPlan, size: Fit) -> float:
-    """Estimate how many seconds the planned sweep takes if it has this size."""
+    """Estimate how many seconds the planned sweep would take with this size."""
     jobs = []
     for job in plan.jobs:
         recipe = of_size(job.plan.recipe, size)

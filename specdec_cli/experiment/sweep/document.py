@@ -44,9 +44,11 @@ def points_at(
     failures: Mapping[Key, Failure],
     rate: Rate | None = None,
 ) -> list[Point]:
-    """Compute the points at one batch size from the records. If requests arrive at given rates,
-    compute those at one rate. A point that several arms share is returned once, before the
-    others."""
+    """Compute the points at one batch size from the records. A point that several arms share is
+    returned once, before the others.
+
+    rate: the request rate of the points; None if all requests of a batch wait from the start.
+    """
     if (offered := settings.offered) is not None:
         keys = settings.keys(batch_size, settings.ks, rate)
         return points_at_rate(offered, records.samples, records.stretches, keys, failures)
@@ -106,10 +108,10 @@ def sweep_document(
     check: CheckResult | None = None,
 ) -> tuple[dict[str, Any], ExitCode]:
     """Build the JSON document for `sweep-k --json` and summary.json, and return it with the exit
-    code. It has an `error` if no point was measured.
+    code. The document has an `error` field if no point was measured.
 
     failures: the failures that happened in this process.
-    check: the result of `--check-lossless`; None if it was not given.
+    check: the result of the losslessness check; None without `--check-lossless`.
     """
     is_closed = settings.offered is None
     samples = {key: records.samples[key] for key in sorted(records.samples, key=order_of(settings))}
@@ -148,8 +150,9 @@ def _of_batches(
     points: Sequence[Point],
     warnings: Sequence[Notice],
 ) -> dict[str, Any]:
-    """Compute the conclusions of a sweep whose requests all wait from the start: the best point at
-    each batch size, the comparisons of arms, and the time curve."""
+    """Compute the conclusions of a sweep without request rates, in which all requests of a batch
+    wait from the start: the best point at each batch size, comparisons of the arms, and the cost
+    of a round at each k (the time curve)."""
     by_size = {b: [p for p in points if p.batch_size == b] for b in settings.batch_sizes}
     gains = {}
     for b, at in by_size.items():

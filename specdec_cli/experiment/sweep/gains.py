@@ -25,14 +25,16 @@ from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed, sp
 
 @dataclass(frozen=True, slots=True)
 class Gains:
-    """Speed-ups over k = 0, over the same prompts at all points.
+    """The speed-ups of points relative to k = 0, all computed over the same prompts.
 
     points: the points that can be compared.
-    measured, predicted: the speed-up of each point, as a measure; only one of the two is filled.
-    prompts: the prompts over which points are compared.
-    num_parts: the number of parts of the time curve that predictions use.
-    seconds: how long these prompts took at these points.
-    why_none: if there are no points, the reason.
+    measured, predicted: the speed-up of each point, with the per-prompt data from which its
+        interval is computed. Only one of the two is filled.
+    prompts: the indices of the prompts over which points are compared.
+    num_parts: how many parts of the time curve the predictions use; 0 for measured speed-ups.
+    seconds: how many seconds the rounds of these prompts took at these points, summed over points
+        and repeats; 0 for predicted speed-ups.
+    why_none: the reason why there are no points; empty if there are some.
     """
 
     points: Sequence[Point] = ()
@@ -52,13 +54,13 @@ class Gains:
         return self.predicted[key] if self.predicted else self.measured[key]
 
     def value(self, point: Point) -> float:
-        """Return the speed-up as stored in the point. It is over all prompts that were measured
-        both there and at k = 0, not only over those common to all points."""
+        """Return the speed-up that the point stores. It is computed over all prompts that were
+        measured at both this point and k = 0, not only over those that all points share."""
         found = point.predicted_speedup if self.is_predicted else point.speedup
         return found or 0.0
 
     def interval(self, point: Point) -> Sequence[float] | None:
-        """Return the interval of the speed-up that `value` returns; None if it has none."""
+        """Return the interval of the speed-up that `value` returns; None if there is none."""
         if not self.is_predicted or point.k == 0:
             return point.speedup_ci
         return point.prediction.speedup_ci if point.prediction is not None else None

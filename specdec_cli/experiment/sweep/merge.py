@@ -39,8 +39,9 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
     """Merge the shards in `paths` and write the run folder of the whole sweep to `output`. Returns
     the sweep's document and the exit code.
 
-    Raises `UsageError` if the folders are of different sweeps, or if two of them have the same
-    prompt. A missing or unfinished shard only causes a warning that its prompts are missing.
+    Raises `UsageError` if the folders belong to different sweeps, or if two of them contain samples
+    of the same prompt. A missing or unfinished shard only causes a warning that its prompts are
+    missing.
     """
     shards = [read_settings(path) for path in paths]
     whole = replace(shards[0], shard=None)
@@ -92,9 +93,12 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
 
 
 def _recipe_for(output: Path, shard: Path) -> tuple[Recipe, str | None]:
-    """Return the recipe of the whole sweep. If the shard's folder has its own copy of the prompts,
-    the recipe points to a copy in `output`, whose text is returned as well; otherwise the text is
-    None."""
+    """Return the recipe of the whole sweep and the text of the prompts file that must be written to
+    `output`.
+
+    The text is None unless the shard's folder stores the prompts itself. If it does, the recipe
+    names the file in `output`, so that the merged sweep does not depend on the shard's folder.
+    """
     recipe = load_recipe(str(shard / "recipe.yaml"))
     data, own = recipe.data, shard / PROMPTS
     if data is None or data.path != os.path.abspath(own):
@@ -164,9 +168,12 @@ def _add(
 def _add_stretches(
     records: SweepRecords, path: Path, number: int, settings: SweepSettings, whole: SweepSettings
 ) -> None:
-    """Add the completely measured load points of one shard. Its requests and time windows get the
-    numbers that follow those of earlier shards. Raises `UsageError` if an earlier shard has one of
-    its prompts."""
+    """Add one shard's points at a request rate, as far as they were measured completely.
+
+    Requests and time windows are numbered from 0 in each shard, so they are renumbered here to
+    follow those of earlier shards. Raises `UsageError` if an earlier shard has a sample of the same
+    prompt at the same point.
+    """
     own = SweepRecords()
     for record in (*_read(path, Sample, settings, whole), *_read(path, Stretch, settings, whole)):
         own.enter(record)
@@ -205,7 +212,7 @@ def _failures(path: Path, settings: SweepSettings, whole: SweepSettings) -> dict
 
 
 def _missing(whole: SweepSettings, records: SweepRecords) -> list[Notice]:
-    """Return a warning if points lack prompts, otherwise an empty list."""
+    """Return a warning if some points lack samples of some prompts, otherwise an empty list."""
     prompts = ({s.index for s in found.values()} for found in records.samples.values())
     most, count = max(map(len, prompts), default=0), whole.prompts["count"]
     short = [key for key in whole.measured_keys if _lacks(key, whole, records)]

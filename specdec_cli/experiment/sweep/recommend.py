@@ -1,4 +1,4 @@
-"""Recommends a draft and a k: computes `best` in the document of a sweep."""
+"""Recommends a draft and a k: computes the field `best` of a sweep's document."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,12 +18,12 @@ from specdec_cli.text import counted
 def recommend(
     points: Sequence[Point], gains: Gains, seed: int, disturbed: Sequence[Notice] = ()
 ) -> Best:
-    """Recommend one of the points of one batch size, over all drafts.
+    """Recommend one of the points at one batch size, which may have different drafts.
 
     Candidates are the points that are tied with the fastest point and significantly faster than
     k = 0. The recommended draft is that of the fastest candidate, and k is the smallest among the
-    candidates with that draft. Without candidates, k is 0 ("no speculation"). In sweeps with
-    predicted points, predictions replace measured speeds and pass the same test.
+    candidates with that draft. Without candidates, k is 0 ("no speculation"). If some points were
+    predicted instead of measured, predicted speed-ups are compared, by the same rules.
 
     disturbed: warnings that something disturbed the times. If there are any, no recommendation is
         called significant.
@@ -43,8 +43,8 @@ def recommend(
         chosen = min((p for p in paying if p.draft == draft), key=lambda p: p.k)
     else:
         chosen = next(p for p in candidates if p.k == 0 and p.draft in (fastest.draft, None))
-    # `tied` may lack the chosen k: after an interruption, the comparison with k = 0 and the
-    # comparison with the other points may be over different prompts.
+    # Add the chosen k, which `tied` may lack: after an interruption, the comparison with k = 0 and
+    # the comparison with the other points may be over different prompts.
     same_draft = {chosen.k} | {p.k for p in tied if p.draft == chosen.draft or p.k == 0}
     proposing = [p for p in candidates if p.k]
     ends = [gains.interval(p) for p in proposing]
@@ -109,13 +109,13 @@ def recommend_by_category(
 
 
 def has_several_drafts(points: Sequence[Point]) -> bool:
-    """True if points have several drafts, so that k alone does not identify a point."""
+    """Return True if the points have several drafts, so that k alone does not identify a point."""
     return len({p.draft for p in points if p.k}) > 1
 
 
 def in_words(k: int, draft: str | None, *, with_draft: bool) -> str:
-    """Return the name of a point for the user. with_draft: whether to add the draft, or the method
-    if it has no draft; never added at k = 0."""
+    """Name a point for the user by its k and, if `with_draft` is true and k is not 0, by its draft
+    or by its method without a draft."""
     if not with_draft or not k:
         return f"k = {k}"
     return f"k = {k} with {'' if without_draft(draft) else 'draft '}{draft}"

@@ -30,7 +30,7 @@ from specdec_cli.experiment.sweep.time_curve import curve_parts, curve_unit
 from specdec_cli.text import first_line
 
 _log = logging.getLogger("specdec")
-_MOST_PASSES = 4  # maximum times to load each arm per batch size, if arms are loaded in turn
+_MOST_PASSES = 4  # per batch size: how often each arm is loaded at most, if arms are loaded in turn
 
 
 @dataclass(eq=False)
@@ -48,14 +48,14 @@ class Sweep(Running):
         self._agreement = self.world.agreement()
         plain = [of for of in samples if of.k == 0 and of.request_rate is None]
         self._earlier = {of: frozenset(samples[of]) for of in plain}
-        self._peak_memory = 0  # the largest peak of all ranks, updated after each part of a point
+        self._peak_memory = 0  # bytes: the maximum over ranks, updated after each `_guarded`
 
     @property
     def notices(self) -> list[Notice]:
         """Warnings about the machine, about jumps in speed where the run was resumed, and about
         arms that were loaded one at a time."""
         found = self._watch.notices()
-        # Speeds may have changed between the process that measured `earlier` and this one.
+        # The machine may be faster or slower now than when an earlier process measured `earlier`.
         for key, earlier in self._earlier.items():
             size = key.batch_size
             own = {of: s for of, s in self.records.samples.items() if of.batch_size == size}
@@ -73,8 +73,8 @@ class Sweep(Running):
         """Measure everything that is not recorded yet. Returns the points of the whole sweep on
         rank 0, and an empty list on other ranks.
 
-        Raises the error if the only draft cannot be loaded, or if there are several ranks.
-        Otherwise the points of a draft that cannot be loaded are recorded as failed.
+        If a draft cannot be loaded, its points are recorded as failed. But if it is the only draft,
+        or if there are several ranks, the error is raised.
         """
         points: list[Point] = []
         if self.plan.settings.offered is not None:
@@ -159,8 +159,8 @@ class Sweep(Running):
         )
 
     def _measure_all(self, jobs: Sequence[Job], batch_size: int) -> None:
-        """Measure all arms together. If memory does not suffice, load them in turn, and let each go
-        through a part of the prompts before the next one is loaded."""
+        """Measure all arms together. If they do not fit in memory together, load them in turn: each
+        arm runs a part of the prompts before the next arm is loaded."""
         units = range(len(units_of(jobs[0], batch_size)))
         if (sessions := self._arms.together(jobs)) is not None:
             self._measure(jobs, sessions, batch_size, units)
@@ -194,9 +194,9 @@ class Sweep(Running):
         batch_size: int,
         numbers: Sequence[int],
     ) -> None:
-        """Measure a batch size on some groups of prompts. Each group runs at all points of the
-        loaded arms before the next group starts. Afterwards, release the CUDA graphs of these
-        sessions.
+        """Measure the points at one batch size on some groups of prompts. Each group runs at all
+        points of the loaded arms before the next group starts. Afterwards, release the CUDA graphs
+        of these sessions.
 
         whole: the sessions by arm, opened for the largest batch; arms without a session are
             skipped.
@@ -211,8 +211,8 @@ class Sweep(Running):
             sessions[name] = session.resized(batch_size)
             if sessions[name] is not session:
                 session.forget_rounds()  # frees CUDA graphs captured for the largest batch
-        # If all arms share k = 0, measure it in the session of the first arm whose draft does not
-        # read the target's hidden states or, if all drafts read them, in that of the first arm.
+        # A k = 0 point that all arms share is measured in the session of one arm. Choose the first
+        # arm whose target need not output hidden states for the draft, or else the first arm.
         plain = min(jobs, key=lambda job: job.plan.reads_hidden)
         hosts = {job.plan.proposer: job for job in jobs}
         if settings.shares_baseline:
@@ -225,7 +225,7 @@ class Sweep(Running):
         loop = self._loop(session_of)
         self._begin("warming up")
         cold = keys
-        if not self._backend.is_native:  # do not warm up servers that have nothing left to answer
+        if not self._backend.is_native:  # warm up servers only for points that lack samples
             cold = [key for key in keys if self._lack(hosts[key.draft], [key], [])]
         loop.warm_up({key: hosts[key.draft] for key in cold})
         self._begin("measuring")
@@ -234,11 +234,11 @@ class Sweep(Running):
         parts = range(curve_parts(plain, batch_size))
         with self.clock.measures():
             for number in numbers:
-                # The time curve does not count as time spent measuring or recording.
+                # Subtract the time spent on the time curve, which is not part of measuring.
                 with self.clock.measures(-1):
                     for part in parts:
                         if curve_unit(plain, batch_size, part) == number:
-                            # Points take turns in a balanced order, as in measuring.
+                            # As in measuring, each part takes the points in another order.
                             for key in balanced(keys, part, settings.seed):
                                 if part not in self.records.costs[key]:
                                     unit = units[key.draft][number]
@@ -265,9 +265,9 @@ class Sweep(Running):
     def _check(
         self, hosts: Mapping[str | None, Job], session_of: Callable[[Key], Session], batch_size: int
     ) -> None:
-        """Compare texts with those of the target alone, if `--check-lossless` is given. If the run
-        is greedy, these are its own texts; otherwise a few prompts are decoded greedily for the
-        check.
+        """Compare the texts of all points with proposals with those of the target alone, if
+        `--check-lossless` is given. A greedy run compares the texts that it has measured. Any other
+        run decodes a few prompts greedily for the check, at the first batch size.
 
         hosts: the job of each arm that was measured at this batch size.
         """
@@ -313,8 +313,11 @@ class Sweep(Running):
         return max(self._backend.peak_memory(self._own), self._peak_memory)
 
     def _forecast(self, unit: Job, session: Session) -> None:
-        """Compute and record how likely the target is to accept each proposal along the outputs of
-        the largest k. Speeds at smaller k are predicted from this. unit: the group of prompts."""
+        """Compute and record how likely the target is to accept each proposal at every position of
+        the texts that were generated at the largest k. Speeds at smaller k are predicted from this.
+
+        unit: the group of prompts.
+        """
         k = max(self.plan.settings.ks)
         key = self.plan.settings.key(unit.plan.proposer, session.batch_size, k)
         for index in self._without_text(unit):
@@ -333,7 +336,7 @@ class Sweep(Running):
                 self._backend.free_memory(self._own)
                 continue
             if found is None:
-                return  # points of this acceptance rule have no predictions
+                return  # the acceptance rule, the policy or the method supports no predictions
             reach = min(session.reach, 2**31)
             self.records.add(
                 ReplayText(

@@ -1,9 +1,9 @@
-"""The base class of all sweeps, which keeps records, shows progress and measures load points, and
-the sweeps that start their own servers.
+"""Two classes of sweeps: the base class `Running`, and `StartedSweep`, which starts its servers.
 
-A load point is measured while requests arrive at a given rate. A server is started for each draft
-and k and measured at all batch sizes. Points therefore alternate less often than in other sweeps:
-only when the server changes, not after each group of prompts.
+`Running` keeps records, shows progress and measures load points, at which requests arrive at a
+given rate. `StartedSweep` starts a server for each draft and k, and measures it at all batch sizes.
+Its points therefore alternate less often than in other sweeps: only when the server changes, not
+after each group of prompts.
 """
 
 import logging
@@ -31,10 +31,10 @@ _log = logging.getLogger("specdec")
 
 @dataclass(eq=False)
 class Running:
-    """Runs a plan.
+    """Measures the points of a plan; the base class of all sweeps.
 
-    records: all finished work. It must be the same on every rank, because each rank derives the
-        remaining work from it. Only rank 0 writes it to a folder.
+    records: the records of all finished work. They must be the same on every rank, because each
+        rank derives the remaining work from them. Only rank 0 writes them to a folder.
     """
 
     plan: SweepPlan
@@ -72,8 +72,8 @@ class Running:
         return MeasuringLoop(session_of, self.world, self._keep, self._most_memory, self._guarded)
 
     def _measure_at_rate(self, key: Key, job: Job, session: Session) -> None:
-        """Measure a load point without interruption. Before the first load point of an arm and k,
-        run a batch whose requests all wait from the start, as a warm-up."""
+        """Measure a load point without interruption. Before the first load point with this draft
+        and k, warm up with a batch in which all requests wait from the start."""
         if (key.draft, key.k) not in self._warm:
             self._begin("warming up")
             self._loop(lambda _: session).warm_up({key: job})
@@ -90,7 +90,7 @@ class Running:
         )
         self.clock.rounds += seconds
         self._keep(key, samples)
-        self.records.add(stretch)  # last, since a resumed run drops samples that lack it
+        self.records.add(stretch)  # write it last: resumed runs drop samples without it
 
     def _guarded(self, key: Key, run: Callable[[], object]) -> None:
         """Run a part of a point, and record the point as failed if it raises `RunError`. Do nothing

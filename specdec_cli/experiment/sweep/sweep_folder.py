@@ -22,7 +22,7 @@ from specdec_cli.text import one_line, shown
 def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: bool) -> RunFolder:
     """Open the sweep's run folder, new or resumed, and read its records into `records`.
 
-    Raises `UsageError` if the folder holds a sweep with other settings, or another run.
+    Raises `UsageError` if the folder holds a sweep with other settings, or no sweep at all.
     """
     where = _where(plan)
 

@@ -19,9 +19,9 @@ from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import NONE, weights_from
 
-_OFF = 0.1  # larger relative differences between two rates cause a warning
+_OFF = 0.1  # a larger relative difference between two rates causes a warning
 
-_LONG_S = 3600.0  # for a longer sweep, the plan mentions --minutes
+_LONG_S = 3600.0  # the plan of a longer sweep suggests --minutes
 
 
 @dataclass(slots=True)
@@ -141,8 +141,8 @@ def plan_sweep(
 
 
 def _with_load(recipe: Recipe) -> Recipe:
-    """Return the recipe. If requests arrive at times read from a file, make the file's path
-    absolute.
+    """Check how requests arrive according to the recipe, and return the recipe. If arrival times
+    are read from a file, the returned recipe has the file's absolute path.
 
     Raises `UsageError` if `load.arrivals` is not a known arrival process, or if a file of arrival
     times is given together with several rates or with the rate inf.
@@ -179,8 +179,11 @@ def _other_rate(recipe: Recipe) -> list[Notice]:
 
 
 def _draft_values(job: Job, usual: str) -> dict[str, Any] | None:
-    """Return a draft's section of the settings; None without a draft. If the draft's method is not
-    `usual`, the recipe's method, the section names it."""
+    """Return the section of the settings that describes a draft; None without a draft.
+
+    usual: the method in the sweep's recipe. The section names the draft's method only if it is a
+        different one.
+    """
     recipe = job.plan.recipe
     if recipe.draft is None:
         return None

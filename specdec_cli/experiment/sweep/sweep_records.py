@@ -49,14 +49,14 @@ class SweepSettings(RunSettings):
 
     @property
     def plain_draft(self) -> str | None:
-        """The draft name in the keys of k = 0: that of the only draft, or None if several drafts
-        share one k = 0 point. Files store no draft name at k = 0."""
+        """The `draft` in the `Key` of a k = 0 point: the name of the only draft, or None if several
+        drafts share one k = 0 point. Files store no draft name at k = 0."""
         return None if self.shares_baseline else self.drafts[0]
 
     @property
     def offered(self) -> Offered | None:
-        """The arrivals of requests: their rates, process and objectives. None if all requests of a
-        batch wait from the start."""
+        """The rates at which requests arrive, the arrival process and the latency objectives. None
+        if all requests of a batch wait from the start."""
         found = self.recipe.get("load")
         return Offered.of(found, self.seed) if found is not None else None
 
@@ -68,8 +68,8 @@ class SweepSettings(RunSettings):
         return [(size, rate) for rate in rates for size in self.batch_sizes]
 
     def num_samples(self, rate: Rate | None, prompts: int) -> int:
-        """Return how many samples a point has: one for each of `prompts` prompts or, at a request
-        rate, one for each measured request."""
+        """Return how many samples a complete point has: one for each of `prompts` prompts or, if
+        requests arrive at a rate, one for each measured request."""
         offered = self.offered
         if offered is None or rate is None:
             return prompts
@@ -80,7 +80,7 @@ class SweepSettings(RunSettings):
         return (0, max(self.ks)) if self.predict_only and max(self.ks) else self.ks
 
     def key(self, draft: str | None, batch_size: int, k: int, rate: Rate | None = None) -> Key:
-        """The key of an arm's point at proposal length `k`."""
+        """Return the key of the point that has this draft and proposal length `k`."""
         return Key(draft if k else self.plain_draft, batch_size, k, request_rate=rate)
 
     def keys(self, batch_size: int, ks: Iterable[int], rate: Rate | None = None) -> list[Key]:
@@ -116,7 +116,7 @@ class SweepSettings(RunSettings):
 class Settings(Protocol):
     @property
     def plain_draft(self) -> str | None:
-        """The draft name in the keys of k = 0. Files store no draft name at k = 0."""
+        """The `draft` in the `Key` of a k = 0 point. Files store no draft name at k = 0."""
 
     def misfit(self, record: Record) -> str | None:
         """Return the reason why a record does not belong to any point of the run; None if it
@@ -154,13 +154,14 @@ class SweepClock:
 class SweepRecords:
     """The records of a sweep or a comparison, in memory and in its folder.
 
-    samples: the samples of each point, by `Sample.place`. At a request rate, they are complete only
-        if the point's stretches are there too.
-    texts: the data for predictions, by draft and prompt.
-    costs: the parts of each point's time curve, by their number.
-    stretches: the time windows in which points at a request rate were measured, by shard.
+    samples: the samples of each point, by `Sample.place`. The samples of a point at a request rate
+        are complete only if `stretches` has the point's time windows.
+    texts: the data for predictions, by draft and prompt index.
+    costs: the parts of each point's time curve, by number.
+    stretches: the time windows in which each point at a request rate was measured, by shard.
     points: the last computed version of each point.
-    facts: what is known about each pair of a comparison whose models were loaded.
+    facts: in comparisons, what is known about each pair of tensor-parallel degrees at which models
+        were loaded.
     earlier_clock, earlier_where: the clock and the environment from the summary of the last process
         that measured anything. They are kept here, because the first new record deletes that
         summary.
@@ -186,8 +187,8 @@ class SweepRecords:
         self.drop_parts()
 
     def drop_parts(self) -> None:
-        """Drop the samples of points at a request rate whose measurement was interrupted, so that
-        the number of samples is not that of their time windows."""
+        """Drop the samples of points at a request rate whose measurement was interrupted. These are
+        the points with more or fewer samples than their time windows count requests."""
         for key in [key for key in self.samples if key.request_rate is not None]:
             whole = sum(one.num_requests for one in self.stretches[key].values())
             if len(self.samples[key]) != whole:
@@ -245,9 +246,11 @@ R = TypeVar("R", bound=Record)
 
 
 def read_kept(folder: Path, kind: type[R], settings: Settings) -> list[R]:
-    """Read the records of one kind from a run's folder. Records of k = 0, which are stored without
-    a draft, get the draft name of their point's key. Raises `SetupError` for a record that does not
-    belong to any point of the run."""
+    """Read the records of one kind from a run's folder.
+
+    Records of k = 0 are stored without a draft; they get the draft name `settings.plain_draft`.
+    Raises `SetupError` for a record that does not belong to any point of the run.
+    """
     found = read_records(folder / _FILES[kind], kind, settings.misfit)
     own = {"draft": settings.plain_draft}
     return [

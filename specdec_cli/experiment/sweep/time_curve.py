@@ -29,8 +29,9 @@ def curve_unit(job: Job, batch_size: int, part: int) -> int:
     """Return the index of the prompt group (unit) on which a part of the time curve is measured.
     This is done just before the group itself is measured.
 
-    A whole group is used, so that batches run half-empty at their end as often as those of points
-    do: a round in a half-empty batch costs more per sequence.
+    The part runs the whole group, since the last requests of a group leave the batch half-empty,
+    and rounds then cost more per sequence. So these rounds are as frequent in the time curve as in
+    the measured points.
     """
     return part * len(units_of(job, batch_size)) // curve_parts(job, batch_size)
 
@@ -38,8 +39,8 @@ def curve_unit(job: Job, batch_size: int, part: int) -> int:
 def curve_point(key: Key, parts: Mapping[int, CurvePart]) -> dict[str, Any]:
     """Combine the parts of the time curve at one point into the cost of a round there.
 
-    draft_ms_per_step: the whole time of the method, including `commit_ms`, divided by k. None at
-        k = 0.
+    draft_ms_per_step: the time that the method takes per round, including `commit_ms`, divided by
+        k. None at k = 0.
     distinct_experts: left out unless all parts counted experts.
     """
     total = sum(part.rounds for part in parts.values())
