@@ -48,7 +48,8 @@ def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         with _ZerosForEmpty():
             run()
-    torch.cuda.empty_cache()  # other streams and graphs could not reuse cached memory
+    # Release memory that the dry run left cached: other streams and CUDA graphs cannot reuse it.
+    torch.cuda.empty_cache()
 
 
 class _Compilers(ThreadPoolExecutor):
@@ -77,7 +78,10 @@ class _Compilers(ThreadPoolExecutor):
 
 @contextmanager
 def _launches_that_compile(kernel: Any) -> Iterator[None]:
-    """Make launches of Triton's class `kernel` only request compilation during the block."""
+    """During the block, make kernel launches only request compilation.
+
+    kernel: Triton's class of kernels, `JITFunction`.
+    """
     launch = kernel.run
 
     def ask(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -114,8 +118,8 @@ def _launchers_of_own_names() -> Iterator[None]:
 
 
 class _ZerosForEmpty(TorchFunctionMode):
-    """Fills new uninitialised tensors with zeros. Their garbage might be used as indices, which
-    would be out of bounds."""
+    """Fills new uninitialised tensors with zeros. In a dry run no kernel writes them, and if their
+    arbitrary contents were used as indices, these could be out of bounds."""
 
     _MAKERS = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty)
 

@@ -26,8 +26,8 @@ class Kernel(Generic[P, R]):
         update_wrapper(self, reference)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        # Small models on a CPU call this thousands of times a second. So search all arguments for a
-        # tensor only if the first one is not a tensor.
+        # This must be fast, because small models call it thousands of times a second. So search
+        # all arguments for a tensor only if the first one is not a tensor.
         if not HAS_CUDA:
             return self.reference(*args, **kwargs)
         first = args[0] if args else None

@@ -9,8 +9,8 @@ predecessor has therefore completed too. A program without work may return befor
 frees its multiprocessor for the successor.
 
 After the call, kernels are ordered as in an ordinary stream, and memory may be reused. The
-successor may start only after the wait, so at most one kernel runs ahead. It may therefore read,
-before its own wait, everything that kernels before its predecessor have written.
+successor may start only after the wait, so at most one kernel runs ahead. A kernel may therefore
+read, before its own wait, everything that was written by kernels before its predecessor.
 """
 
 from functools import cache
@@ -71,11 +71,11 @@ def counters(device: torch.device) -> Tensor:
 def room_for_splits(
     splits: int, blocks: int, size: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Return memory with which `splits` programs compute a sum together.
+    """Allocate the memory that `splits` programs need to compute a sum together.
 
-    Returns uninitialised partial sums, fp32 [splits, *size], and the `counters` of the device, of
-    which the kernel uses one for each of its `blocks` output blocks. Returns (None, None) if
-    `splits` is 1.
+    Returns uninitialised partial sums, fp32 [splits, *size], and the `counters` of the device. The
+    kernel uses one counter for each of its `blocks` output blocks. Returns (None, None) if `splits`
+    is 1.
     """
     if splits == 1:
         return None, None
@@ -84,9 +84,9 @@ def room_for_splits(
 
 
 def epochs(device: torch.device) -> Tensor:
-    """Return the counters for barriers between programs, int32 [EPOCHS, 2], two for each group of
-    programs. `epoch_of` explains them. All kernels on a device share them, so these kernels must
-    run on one stream."""
+    """Return the counters for barriers between programs, int32 [EPOCHS, 2]. Each group of programs
+    has two counters (see `epoch_of`). All kernels on a device share them, so these kernels must run
+    on one stream."""
     return _kept_zeros("epochs", 2 * EPOCHS, device).view(EPOCHS, 2)
 
 
@@ -127,8 +127,8 @@ def load_acquired(pointers, SCOPE: tl.constexpr):
     """Load int32 counters with acquire semantics: data that was written before a counter was
     raised is visible after the load.
 
-    pointers: pointers, or addresses as int64. SCOPE: "gpu", or "sys" for memory that several GPUs
-    share.
+    pointers: pointers, or addresses as int64.
+    SCOPE: "gpu", or "sys" for memory that several GPUs share.
     """
     if INTERPRETED:
         found = tl.load(pointers)
@@ -160,23 +160,23 @@ def is_last(counter_ptr, expected):
 
 @triton.jit
 def epoch_of(epochs_ptr, expected):
-    """Return the number of arrivals that a group of programs will have counted once all `expected`
-    programs have arrived at its next barrier.
+    """Return the value that a group's arrival counter will have when all `expected` programs of the
+    group have arrived at the next barrier.
 
-    A group has two counters, which are never reset: the arrivals so far, and the arrivals up to the
-    end of the last barrier. Call this after `after_predecessor`, because the preceding kernel may
-    change them.
+    A group has two counters, which are never reset. The first counts all arrivals so far. The
+    second is the value that the first had at the end of the last barrier. Call this only after
+    `after_predecessor`, because the preceding kernel may still change the counters.
     """
     return tl.load(epochs_ptr + 1) + expected
 
 
 @triton.jit
 def arrive(epochs_ptr, epoch, COUNTED: tl.constexpr):
-    """Count this program's arrival at the barrier. Its earlier stores become visible first.
+    """Make this program's earlier stores visible, then count its arrival at the barrier.
 
-    epoch: the result of `epoch_of`. With COUNTED, return whether this program was the last to
-    arrive; otherwise return False. The answer takes a round trip to memory, so programs that call
-    `wait_for` do not request it.
+    epoch: the result of `epoch_of`.
+    COUNTED: if True, return whether this program was the last to arrive. If False, always return
+        False, which saves a round trip to memory. Programs that call `wait_for` use False.
     """
     tl.debug_barrier()  # count only after all threads have stored
     if COUNTED:
@@ -188,11 +188,13 @@ def arrive(epochs_ptr, epoch, COUNTED: tl.constexpr):
 
 @triton.jit
 def wait_for(epochs_ptr, epoch):
-    """Wait until all programs of a group have arrived. epoch: the result of `epoch_of`.
+    """Wait until all programs of a group have arrived at the barrier.
+
+    epoch: the result of `epoch_of`.
 
     The programs of a group must all run at the same time, or the wait never ends. Programs start in
-    the order of their ids, so a group must be small and have adjacent ids. After the wait, load the
-    results of other programs with ".cg", because L1 may hold old values.
+    the order of their ids, so a group must have adjacent ids and be small enough to run at once.
+    After the wait, load the results of other programs with ".cg", because L1 may hold old values.
     """
     behind = tl.full([], -1, tl.int32)  # compare differences, because counters wrap around
     while behind < 0:
@@ -202,6 +204,7 @@ def wait_for(epochs_ptr, epoch):
 
 @triton.jit
 def finish(epochs_ptr, epoch):
-    """End a barrier: store the group's count of arrivals, from which `epoch_of` will compute the
-    next one. Exactly one program of the group must call this, after all have arrived."""
+    """End a barrier: store `epoch`, the number of arrivals so far, from which `epoch_of` computes
+    the epoch of the next barrier. Exactly one program of the group must call this, after all have
+    arrived."""
     tl.store(epochs_ptr + 1, epoch)

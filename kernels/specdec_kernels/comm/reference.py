@@ -1,7 +1,7 @@
 """Transfer of inputs and results between the host and forward passes captured in CUDA graphs.
 
-Both directions use host memory (pinned on CUDA), with two buffers each. Even-numbered passes use
-the first buffer, odd-numbered passes the second.
+Each direction has two buffers in host memory (pinned on CUDA), so that the host can use one while a
+pass uses the other. Even-numbered passes use the first buffer, odd-numbered passes the second.
 """
 
 from torch import Tensor
@@ -27,8 +27,8 @@ def tell_tokens(passes: Tensor, tokens: Tensor | None, told: Tensor, ended: Tens
 
     passes: [1] int32, the number of passes completed before this one; incremented.
     tokens: [M] int64, or None if the pass has no tokens to report.
-    told: [2, B] int64 with B at least M, two buffers in host memory. An even `passes` writes the
-        first, an odd one the second.
+    told: [2, B] int64, two buffers in host memory, with B >= M. The tokens are written to the first
+        buffer if `passes` is even, otherwise to the second.
     ended: [1] int32 in host memory; set to the new number of passes.
     """
     if tokens is not None:

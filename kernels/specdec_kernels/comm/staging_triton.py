@@ -1,5 +1,5 @@
-"""Kernels that run first and last in a forward pass captured in a CUDA graph. They read its inputs
-from host memory and write its tokens there."""
+"""Kernels that begin and end a forward pass captured in a CUDA graph. The first reads the inputs of
+the pass from host memory, and the last writes the tokens of the pass to host memory."""
 
 import triton
 import triton.language as tl
@@ -25,7 +25,7 @@ def fetch_staged_kernel(
 
 @triton.jit
 def tell_tokens_kernel(
-    passes_ptr,  # [1] int32, out
+    passes_ptr,  # [1] int32, incremented
     tokens_ptr,  # [M] int64, or None
     told_ptr,  # [2, B] int64, in host memory, out
     ended_ptr,  # [1] int32, in host memory, out

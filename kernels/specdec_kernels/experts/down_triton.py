@@ -209,7 +209,7 @@ def down_constants(width: int, experts: Experts, tiles: ExpertTiles, early: bool
     early: whether the kernel may start before its predecessor has ended.
     """
     held = operands_of(experts.down)[0]
-    prefetch = power_of_2_to(held.shape[-1])  # must not reach past the end of the weight
+    prefetch = power_of_2_to(held.shape[-1])  # rounded down, to stay inside the weight
     ahead = tiles.ahead if early and prefetch * held.element_size() >= CACHE_LINE else 0
     constants = {"F": width, "FORM": form_of(experts.down), "PREFETCH": prefetch}
     return options_of(tiles) | constants | {"TILES": tiles._replace(ahead=ahead)}

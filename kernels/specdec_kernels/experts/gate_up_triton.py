@@ -1,8 +1,8 @@
 """The gate and up projections of the chosen experts, for a few tokens.
 
 A program computes some features of one expert, the one in its slot of the `ExpertPlan`. It loads
-only the rows of the tokens that chose the expert, and reads the expert's weights once for any
-number of tokens. The results are multiplied by the routing weights here, in fp32, so that the down
+only the rows of the tokens that chose the expert, and reads the expert's weights once, however many
+these tokens are. The results are multiplied by the routing weights here, in fp32, so that the down
 projection only needs to add up the experts' outputs.
 """
 
@@ -42,8 +42,9 @@ CLAMPED_KIND = tl.constexpr(CLAMPED)
 
 @triton.jit
 def has_chosen(bits, row):
-    """Return a mask [M] of the tokens `row` [M] that chose the expert of a slot.
+    """Return a mask [M], True for tokens that chose the expert of a slot.
 
+    row: [M], the indices of the tokens.
     bits: the slot's value in `ExpertPlan.chosen`, one bit per token.
     """
     return ((bits >> row.to(tl.int64)) & 1) != 0
@@ -64,7 +65,7 @@ def gated(gate, up, slope, limit, ACTIVATION: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def gate_up_kernel(
     x_ptr,  # [T, K]
-    count_ptr,  # this and the next 4: the fields of `ExpertPlan`; factors only if SCALED
+    count_ptr,  # this and the next 4: fields of `ExpertPlan`; factors_ptr is used only if SCALED
     experts_ptr,
     chosen_ptr,
     weights_ptr,
@@ -161,10 +162,10 @@ def gate_up_kernel(
 
 
 def gate_up_triton(x: Tensor, plan: ExpertPlan, experts: Experts, tiles: ExpertTiles) -> Tensor:
-    """Compute the gate and up projections of the chosen experts. Return the activated gate times up
-    times the routing weight, [P, T, F], for each slot of the plan and each token.
+    """Compute the gate and up projections of the chosen experts.
 
-    A slot's rows are undefined for tokens that did not choose its expert.
+    Returns [P, T, F]: for each slot of the plan and each token, the activated gate times up times
+    the routing weight. A slot's rows are undefined for tokens that did not choose its expert.
 
     Args:
         x: [T, K], rows contiguous. If it is not normalised yet, the projections of token t are

@@ -1,4 +1,5 @@
-"""The router for more tokens: logits, experts, weights, and pairs grouped by expert, in one kernel.
+"""The router for larger inputs than those of `route_triton`. One kernel computes the logits, the
+chosen experts and their weights, and groups the pairs of a token and an expert by expert.
 
 Each program computes the logits of some tokens and experts. The last program to finish a tile of
 tokens chooses their experts, and appends each pair of a token and an expert to the expert's list.
@@ -36,7 +37,7 @@ def group_kernel(
     choice_bias_ptr,  # [E], or None
     logits_ptr,  # [T, E], out
     counters_ptr,  # [>= SIZES + E] int32, zeros
-    sizes_ptr,  # this and the next 3: the fields of `PairGroups`, out; factors if PARTS > 0
+    sizes_ptr,  # out; this and the next 3: fields of `PairGroups`; factors_ptr only if PARTS > 0
     pairs_ptr,
     weights_ptr,
     factors_ptr,

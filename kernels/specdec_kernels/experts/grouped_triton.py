@@ -2,9 +2,10 @@
 
 A pair is a token and one of its experts. A program computes some features of one expert for all of
 the expert's pairs, one block of pairs at a time. An expert nearly always has a single block, so
-each weight is read once. For further blocks, the weight is still in the L2 cache. The grid covers
-all experts, so the host need not know how many pairs each has. Features are the rows of the matmul
-and pairs its columns, so that tensor cores can read the weights from where they were loaded.
+each weight is read once. If there are more blocks, they read the weight again from the L2 cache.
+The grid covers all experts, so the host need not know how many pairs each has. Features are the
+rows of the matmul and pairs its columns, so the weight is the left operand. Tensor cores can read
+only this operand from registers, into which quantised weights are decoded.
 """
 
 from typing import Any
@@ -44,10 +45,10 @@ from specdec_kernels.linear.stored_sums_triton import stored_sums
 @triton.jit(do_not_specialize=["num_rows"])
 def grouped_linear_kernel(
     x_ptr,  # [T * C / PAIRS, K]; row p // PAIRS is the input of pair p
-    sizes_ptr,  # this and the next 2: fields of `PairGroups`; factors only if SCALED
+    sizes_ptr,  # this and the next 2: fields of `PairGroups`; factors_ptr is used only if SCALED
     pairs_ptr,
     factors_ptr,
-    weight_ptr,  # [E, R, K], R = 2 N with ACTIVATION, else N; or codes as uint8 [E, R, bytes]
+    weight_ptr,  # [E, R, K], or uint8 codes [E, R, bytes per row]; R = 2 N with ACTIVATION, else N
     scales_ptr,  # [E, R / FORM.high, FORM.groups]; None if not quantised
     zeros_ptr,  # shaped like the scales; None if the quantisation has none
     bias_ptr,  # [E, R], or None

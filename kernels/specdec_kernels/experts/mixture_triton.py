@@ -69,7 +69,7 @@ def fitted(
     weight: Tensor | Stored, tiles: AnyTiles, dtype: torch.dtype
 ) -> tuple[Tensor | Stored, AnyTiles]:
     """Return a weight that the kernels can read, and tiles that fit it. A quantised weight stays
-    quantised if the steps of the tiles can be aligned with its quantisation groups. Otherwise it is
+    quantised if `block_k` of the tiles can be aligned with its quantisation groups. Otherwise it is
     dequantised to `dtype`."""
     if isinstance(weight, Tensor):
         return weight, tiles

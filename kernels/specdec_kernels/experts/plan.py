@@ -12,14 +12,17 @@ FEW_TOKENS = 16  # maximum number of tokens in a plan; there are no tiles for mo
 
 
 def are_few(num_rows: int, num_chosen: int, num_experts: int) -> bool:
-    """Return whether to use an `ExpertPlan` for T = `num_rows` tokens: they must be few, and so few
-    that some experts are not chosen by any token."""
+    """Return whether to use an `ExpertPlan` for T = `num_rows` tokens. They must be 1 to FEW_TOKENS
+    tokens, and too few to choose all experts together."""
     return 0 < num_rows <= FEW_TOKENS and num_rows * num_chosen < num_experts
 
 
 class ExpertPlan(NamedTuple):
-    """The experts that T tokens chose, in ascending order, in P = min(E, T * C) slots. If tokens
-    chose the same experts, the last slots are unused."""
+    """The experts that T tokens chose, in ascending order, one per slot.
+
+    There are P = min(E, T * C) slots, because each token chooses C of E experts. An expert has only
+    one slot even if several tokens chose it, so the last slots may be unused.
+    """
 
     used: Tensor
     """[1] int32, the number of slots in use. The fields below are undefined in unused slots."""

@@ -1,13 +1,13 @@
 """Mixtures of experts in a decoder layer: the operands, and torch references.
 
 A router scores all experts for each token, and the token passes through the few with the highest
-scores (Shazeer et al., arXiv 1701.06538). Scores are rounded as transformers rounds them. Sigmoid
+scores (Shazeer et al., arXiv 1701.06538). Scores are rounded as in transformers. Sigmoid
 scores, with groups of experts and a bias that only affects the choice, come from DeepSeek-V3 (arXiv
 2412.19437).
 
 Dimensions in shapes:
     T: packed tokens
-    K, N: features of the residual stream, of an expert's input and output
+    K, N: features of an expert's input and of its output, both the width of the residual stream
     E: experts
     F: features inside an expert
     C: experts per token
@@ -24,7 +24,7 @@ from specdec_kernels.linear.reference import Normed, gate, normed
 from specdec_kernels.linear.stored import Stored, plain_of
 
 CLAMPED = "clamped"  # an activation that only experts have, see `activated`
-TINY = 1e-20  # added to the sum by which sigmoid weights are divided
+TINY = 1e-20  # added to a sum of sigmoid weights before dividing by it, since it may be 0
 
 
 class Routing(NamedTuple):

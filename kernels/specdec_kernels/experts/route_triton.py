@@ -1,4 +1,5 @@
-"""The router for a few tokens: logits, experts, weights and the plan, in one kernel.
+"""The router for a few tokens. One kernel computes the logits, chooses the experts, computes their
+weights and writes the `ExpertPlan`.
 
 Each program computes the logits of some tokens and experts. The last program to finish reads all
 logits, chooses the experts and writes the plan. Each program reads only a few rows of the router's
@@ -30,7 +31,7 @@ from specdec_kernels.linear.few_rows_triton import (
 )
 from specdec_kernels.linear.reference import Normed
 
-NONE = tl.constexpr(-(1 << 62))  # lower than every score's key
+NONE = tl.constexpr(-(1 << 62))  # lower than the key of any score: see `chosen_of`
 LEAST = tl.constexpr(TINY)
 
 
@@ -39,7 +40,7 @@ def load_tile(rows_ptr, live, start, K: tl.constexpr, DEPTH: tl.constexpr, SLICE
     """Load DEPTH values of each row, from column `start` on, with zeros past the end of the row.
 
     rows_ptr: [R], pointers to rows of K values.
-    live: [R], False for rows that are not loaded; they are zeros.
+    live: [R], False for rows for which zeros are returned instead of loaded values.
     """
     k = depth_of(start, DEPTH, SLICES)
     mask = along_rows(live, SLICES) & along_depth(k < K, SLICES)
@@ -74,7 +75,8 @@ def chosen_of(scores, known, NUM_CHOSEN: tl.constexpr):
 @triton.jit
 def in_best_groups(scores, num_experts, ROUTING: tl.constexpr):
     """Return a mask [M, E] of the scores [M, E] that belong to each row's `Routing.kept_groups`
-    best groups of experts. If groups are equally good, the first one is kept."""
+    best groups of experts. Groups are ranked by the sum of their two highest scores. If two groups
+    have the same sum, the one with the lower index ranks higher."""
     column = tl.arange(0, scores.shape[1])[None, :]
     group = column // (num_experts // ROUTING.num_groups)
     totals = tl.full(scores.shape, float("-inf"), tl.float32)
@@ -149,8 +151,8 @@ def load_choice_bias(choice_bias_ptr, num_experts, BLOCK_ALL: tl.constexpr):
 
 @triton.jit
 def load_routes(logits_ptr, choice_bias, row, num_rows, num_experts, ROUTING: tl.constexpr):
-    """Load the logits of the tokens `row` [M], which all programs have stored, and return
-    `weights_of` for them."""
+    """Load the logits of the tokens with indices `row` [M], and return `weights_of` for them. All
+    programs must have stored their logits before."""
     column = tl.arange(0, choice_bias.shape[0])
     known = (column < num_experts)[None, :]
     # Rows past the last token repeat its logits, because a row of only -inf would give NaNs.
@@ -234,7 +236,7 @@ def route_kernel(
     choice_bias_ptr,  # [E], or None
     logits_ptr,  # [T, E], out
     counters_ptr,  # [>= 1] int32, zeros
-    count_ptr,  # this and the next 4: the fields of `ExpertPlan`, out; factors if PARTS > 0
+    count_ptr,  # out; this and the next 4: fields of `ExpertPlan`; factors_ptr only if PARTS > 0
     experts_ptr,
     chosen_ptr,
     weights_ptr,

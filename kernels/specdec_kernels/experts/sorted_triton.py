@@ -15,7 +15,7 @@ from specdec_kernels.linear.reference import Normed
 @triton.jit
 def combine_kernel(
     parts_ptr,  # [T * C, K]
-    places_ptr,  # [T, C] int64, the row in parts_ptr of each pair; None if in pair order
+    places_ptr,  # [T, C] int64, each pair's row in parts_ptr; None if rows are in pair order
     weights_ptr,  # [T, C]
     residual_ptr,  # [T, K]
     norm_ptr,  # [K]
@@ -101,8 +101,8 @@ def sorted_mixture_add_norm(x: Normed, experts: Experts, norm_weight: Tensor, ep
 def sorted_parts(x: Tensor, routes: Routes, experts: Experts) -> tuple[Tensor, Tensor]:
     """Compute the outputs of each token's chosen experts for x [T, K].
 
-    Returns the outputs [T * C, N], sorted by expert, and int64 [T, C], the rows that hold the
-    outputs of each token.
+    Returns the outputs [T * C, N], sorted by expert, and the indices of the rows that hold each
+    token's outputs, int64 [T, C].
     """
     count = routes.experts.shape[1]
     chosen, order = routes.experts.flatten().sort(stable=True)

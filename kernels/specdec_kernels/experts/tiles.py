@@ -6,7 +6,7 @@ from specdec_kernels.gpu import SHARED_MEMORY
 from specdec_kernels.linear.tiles import SCRATCH
 from specdec_kernels.tiles import Case, first_fit
 
-MANY_TOKENS = 512  # maximum tokens for `grouped_triton`; beyond, `sorted_triton` is used
+MANY_TOKENS = 512  # maximum tokens for `grouped_triton`; `sorted_triton` is used for more
 
 
 class ExpertTiles(NamedTuple):
@@ -16,7 +16,7 @@ class ExpertTiles(NamedTuple):
     block_n: int  # features per program
     block_k: int  # step along the reduction dimension
     slices: int  # block_k is divided into this many slices, each handled by some of the warps
-    splits: int  # number of programs that divide the chosen experts; 1 for gate and up
+    splits: int  # number of programs among which chosen experts are divided; 1 for gate and up
     # Number of experts whose weights a program prefetches before it waits for the preceding kernel.
     # It is 0 for gate and up.
     ahead: int
@@ -24,18 +24,18 @@ class ExpertTiles(NamedTuple):
     num_stages: int
 
 
-# Each case holds tiles of gate and up, tiles of down, and the maximum number of tokens for which
-# they are used. They were measured with scripts/bench/experts.py on experts of 2048 x 768. For
-# down it pays to divide the chosen experts among programs, although the last program of a block
-# must add up the partial sums of the others.
+# Each case holds the tiles for the gate and up projections, those for the down projection, and the
+# maximum number of tokens for which they are used. They were measured with scripts/bench/experts.py
+# on experts of 2048 x 768. For the down projection it pays to divide the chosen experts among
+# several programs, although the last of these must then add up the partial sums of the others.
 H200 = (
     Case((ExpertTiles(8, 64, 128, 1, 1, 0, 4, 4), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 5)), (2,)),
     Case((ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 5)), (8,)),
     Case((ExpertTiles(16, 32, 256, 1, 1, 0, 4, 3), ExpertTiles(16, 32, 128, 1, 8, 2, 4, 5)), (16,)),
 )
-# The same for quantised weights, which are the left operand for any number of tokens. These tiles
-# are used for all inputs of up to 16 tokens, even if every expert has some tokens, because
-# `STORED_GROUPS` was not measured for so few tokens.
+# The same for quantised weights. These are always the matmul's left operand, whereas other weights
+# are the right operand if block_m is 16. The tiles are used for all inputs of up to 16 tokens, even
+# if every expert has some tokens, because `STORED_GROUPS` was not measured for so few tokens.
 STORED = (
     Case((ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 4)), (2,)),
     Case((ExpertTiles(8, 16, 256, 4, 1, 0, 4, 4), ExpertTiles(8, 16, 256, 4, 8, 2, 4, 4)), (8,)),
@@ -47,7 +47,8 @@ PARTIAL_SUMS = max(down.splits for (_, down), *_ in H200)
 def choose_expert_tiles(
     num_rows: int, itemsize: int, stored: bool = False
 ) -> tuple[ExpertTiles, ExpertTiles]:
-    """Return tiles of gate and up, and of down, for T = `num_rows` tokens.
+    """Return the tiles for the gate and up projections, and those for the down projection, for
+    T = `num_rows` tokens.
 
     itemsize: bytes per value of the activations.
     stored: whether the weights are quantised. `mixture_triton.fitted` then aligns the tiles with
@@ -85,14 +86,14 @@ class GroupTiles(NamedTuple):
     block_k: int  # step along the reduction dimension
     num_warps: int
     num_stages: int
-    slices: int = 1  # block_k is divided into this many; above 1 if quantised
+    slices: int = 1  # block_k is divided into this many slices; above 1 for quantised weights
 
 
-# Each case holds tiles of gate and up, tiles of down, and the maximum average number of pairs per
-# expert for which they are used. Most block_m are far above this average: tokens of a sequence
-# choose similar experts, so some experts have three times as many pairs. If these did not fit into
-# one block, a second block would read all weights from L2 again, which takes nearly as long as the
-# first.
+# Each case holds the tiles for the gate and up projections, those for the down projection, and the
+# maximum average number of pairs per expert for which they are used. Most block_m are far above
+# this average: tokens of a sequence choose similar experts, so some experts have three times as
+# many pairs. If these did not fit into one block, a second block would read all weights from L2
+# again, which takes nearly as long as the first.
 H200_GROUPS = (
     Case((GroupTiles(16, 64, 128, 4, 3), GroupTiles(16, 128, 128, 8, 3)), (6,)),
     Case((GroupTiles(32, 64, 64, 4, 5), GroupTiles(32, 128, 64, 8, 5)), (12,)),
@@ -114,8 +115,8 @@ def choose_group_tiles(
     room: int = SHARED_MEMORY,
     stored: bool = False,
 ) -> tuple[GroupTiles, GroupTiles] | None:
-    """Return tiles of gate and up, and of down, for T = `num_rows` tokens, or None if
-    `sorted_triton` is faster.
+    """Return the tiles for the gate and up projections, and those for the down projection, for
+    T = `num_rows` tokens. Return None if `sorted_triton` is faster.
 
     itemsize: bytes per value of the activations.
     room: bytes of shared memory that a program can use.

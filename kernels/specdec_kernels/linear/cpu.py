@@ -1,10 +1,15 @@
 """Matmuls on a CPU, and the layouts of their weights.
 
 For 2 to 16 rows of fp32, torch's MKL takes 2 to 5 times as long as oneDNN with packed weights on
-AMD (Zen 4), and 0.6 to 0.9 times as long on Intel (Sapphire Rapids). In bf16 oneDNN is faster on
-both. Small fp32 weights are kept both plain and packed. Single rows use the plain one, because a
-oneDNN call costs 15 us, or 60 us with cold caches, and other code cannot read its layout. In
-shapes, T is the number of packed tokens, K of input features and N of output features.
+AMD (Zen 4), but only 0.6 to 0.9 times as long on Intel (Sapphire Rapids). In bf16 oneDNN is faster
+on both.
+
+Small fp32 weights are kept both plain and packed. Matmuls of a single row use the plain copy,
+because a oneDNN call has an overhead of 15 us, or 60 us with cold caches, and other code cannot
+read oneDNN's packed layout.
+
+In shapes, T is the number of packed tokens, K the number of input features and N the number of
+output features.
 """
 
 import platform
@@ -19,8 +24,8 @@ from torch import Tensor
 
 from specdec_kernels.linear.stored import Stored
 
-SMALL = 3 << 15  # weights of up to this many elements are not packed: faster for 1 to 5 rows
-BOTH = 1 << 19  # fp32 weights of up to this many elements also keep a plain copy, for one row
+SMALL = 3 << 15  # weights of up to this many elements stay plain: faster for 1 to 5 rows
+BOTH = 1 << 19  # fp32 weights of up to this many elements also have a plain copy, for single rows
 _ROWS = 8  # the row count given to oneDNN; it chooses the same layout for 2 to 64 rows
 
 
@@ -45,7 +50,7 @@ Weight = Tensor | PackedWeight | Stored
 
 
 def pays_to_pack(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN with packed weights is faster for this dtype on this CPU."""
+    """Return whether packing weights for oneDNN makes matmuls of this dtype faster on this CPU."""
     if vendor() not in ("AuthenticAMD", "GenuineIntel") or not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
@@ -78,8 +83,8 @@ def forms_of(numel: int, dtype: torch.dtype) -> Forms:
 
 
 def pack_weight(weight: Tensor) -> Tensor | PackedWeight:
-    """Convert a weight [N, K] to the layout that its matmuls read; on CUDA just make it contiguous.
-    Call this once, when loading."""
+    """Convert a weight [N, K] to the layout that its matmuls read. On CUDA, only make it
+    contiguous. Call this once, when loading."""
     return weight.contiguous() if weight.is_cuda else _packed(weight)
 
 

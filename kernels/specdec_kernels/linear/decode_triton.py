@@ -2,8 +2,8 @@
 
 A byte with two codes holds columns that are 64 apart (see `stored`). The low codes of consecutive
 bytes therefore belong to consecutive columns, and so do their high codes: each half of a tile is
-multiplied by contiguous values of x. For bf16, inline assembly decodes a value in less than one
-instruction. For other dtypes, and in Triton's interpreter, Triton code does the same.
+multiplied by contiguous values of x. For bf16, inline assembly takes less than one instruction per
+value. For other dtypes, and in Triton's interpreter, Triton code does the same.
 """
 
 import triton
@@ -55,7 +55,8 @@ _FP4 = tl.constexpr(
 
 @triton.jit
 def decoded(codes, FORM: tl.constexpr, dtype: tl.constexpr):
-    """Decode a tile of bytes, each with one code, to `dtype`. Zeros and scales are not applied.
+    """Decode a tile of bytes, each with one code, to `dtype`. The caller applies zero points
+    and scales.
 
     In bf16, fp8 values come out too small by a constant factor. The caller must pass the sums of
     their products to `corrected`, which makes up for it.
@@ -86,7 +87,7 @@ def corrected(sums, FORM: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def decoded_halves(codes, FORM: tl.constexpr, dtype: tl.constexpr):
     """Decode a tile of bytes, each with two codes, to two tiles of `dtype`: the values of the low
-    codes, and those of the high codes. Zeros and scales are not applied.
+    codes, and those of the high codes. The caller applies zero points and scales.
 
     int4 values come out 128 too large; the caller must subtract this.
     """

@@ -1,4 +1,4 @@
-"""Multiplies few rows by a weight, with fused norm, gate, bias and residual. The aim is that this
+"""Multiplies a few rows by a weight, with fused norm, gate, bias and residual. The aim is that this
 takes no longer than reading the weight once.
 
 A program computes BLOCK_N features for all rows, and streams its rows of the weight through shared
@@ -53,7 +53,7 @@ def depth_of(start, SIZE: tl.constexpr, SLICES: tl.constexpr):
 
 @triton.jit
 def along_rows(value, SLICES: tl.constexpr):
-    """Reshape one value for each row of a tile, [R], to broadcast over the tile's features."""
+    """Reshape `value` [R], which has one entry per row of a tile, to broadcast over features."""
     if SLICES == 1:
         return value[:, None]
     else:
@@ -62,8 +62,10 @@ def along_rows(value, SLICES: tl.constexpr):
 
 @triton.jit
 def along_depth(value, SLICES: tl.constexpr):
-    """Reshape one value for each feature of a tile, in the shape that `depth_of` returns, to
-    broadcast over the tile's rows."""
+    """Reshape `value`, which has one entry per feature of a tile, to broadcast over rows.
+
+    value: in the shape that `depth_of` returns.
+    """
     if SLICES == 1:
         return value[None, :]
     else:
@@ -74,8 +76,8 @@ def along_depth(value, SLICES: tl.constexpr):
 def tile_at(rows_ptr, depth, SLICES: tl.constexpr):
     """Return pointers to all values of a tile.
 
-    rows_ptr: [R], pointers to the tile's rows. depth: the indices of its features, in the shape
-    that `depth_of` returns.
+    rows_ptr: [R], pointers to the tile's rows.
+    depth: the indices of the tile's features, in the shape that `depth_of` returns.
     """
     return along_rows(rows_ptr, SLICES) + along_depth(depth, SLICES)
 
@@ -84,7 +86,7 @@ def tile_at(rows_ptr, depth, SLICES: tl.constexpr):
 def zero_sums(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr, SWAP: tl.constexpr
 ):
-    """Return fp32 zeros in the shape that `add_product` expects of its `sums`."""
+    """Return fp32 zeros with the shape of `sums` in `add_product`."""
     if SWAP:
         sums = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
     else:
@@ -198,7 +200,7 @@ def store_for_norm(scaled_ptr, squares_ptr, out, norm, place, mask, row, row_liv
 def finish_product(
     acc,  # [M, N] fp32
     acc_up,  # [M, N] fp32, sums for the up features; used only with ACTIVATION
-    squares,  # [M, P] fp32, partial sums of squares of x's rows; None if the norm is finished
+    squares,  # [M, P] fp32, partial sums of squares of x's rows; None if x needs no norm
     bias,  # [N], or None
     residual,  # [M, N], or None
     norm,  # [N], weight of the next norm, or None
@@ -233,7 +235,7 @@ def finish_product(
 @triton.jit(do_not_specialize=["num_rows"])
 def few_rows_linear_kernel(
     x_ptr,  # [T, K]
-    squares_ptr,  # [T, P] fp32, partial sums of squares of each row; used only with PARTS
+    squares_ptr,  # [T, P] fp32, partial sums of squares of each row; used only with PARTS > 0
     weight_ptr,  # [N, K]; with ACTIVATION [2 N, K], the gate's rows first
     bias_ptr,  # [N], or None
     residual_ptr,  # [T, N], or None
@@ -260,7 +262,8 @@ def few_rows_linear_kernel(
     SPLITS: tl.constexpr = TILES.splits
     EARLY: tl.constexpr = TILES.early
     GATED: tl.constexpr = ACTIVATION != ""
-    # An mma.sync tile has 16 rows but only 8 columns, so fewer than 16 rows of x become columns.
+    # An mma.sync tile has 16 rows but only 8 columns. With fewer than 16 rows of x, compute the
+    # transposed product, so that the rows of x become its columns.
     SWAP: tl.constexpr = TILES.block_m < 16
     SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
     EVEN: tl.constexpr = K % (SPLITS * BLOCK_K) == 0
