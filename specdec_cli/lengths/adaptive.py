@@ -11,14 +11,14 @@ from specdec_cli.recipe import SpeculationSection
 
 _PRIOR_ROUNDS = 1.0  # weight of the prior for a position's acceptance rate, in rounds
 _PRIOR_RATE = 0.6
-# The weight of a round relative to the next one. A text's acceptance changes within about ten
-# rounds, so older rounds count less.
+# Each round counts this much relative to the next, newer round. A text's acceptance rate changes
+# within about ten rounds, so older rounds count less.
 _FADING = 0.9
 _IDLE_ROUNDS = 24  # propose again after this many rounds without proposals
 
 
 class Adaptive(LengthPolicy):
-    """Chooses each round's K among the run's k and those of `choices` that do not exceed it."""
+    """Chooses each round's K from `choices` and the run's k. Choices above k are ignored."""
 
     def __init__(self, choices: tuple[int, ...]) -> None:
         self.choices = choices
@@ -40,10 +40,10 @@ class Adaptive(LengthPolicy):
 
 
 def expected_tokens(last: LastRounds, k: int) -> list[float]:
-    """Return how many tokens to expect from a round at each K in 0..k.
+    """Return the expected number of tokens from a round with each K in 0..k.
 
-    They follow from the acceptance rate of each position in the last rounds. If a position was
-    rarely reached, its rate stays close to the rate of the position before.
+    It is computed from each position's acceptance rate in the last rounds. If few of these rounds
+    reached a position, its rate stays close to that of the previous position.
     """
     rounds = [
         (_FADING**age, trial)

@@ -1,5 +1,8 @@
-"""The interface between a round and a length policy. Whether a policy drops a token must not depend
-on which token was drawn there; otherwise the output distribution would change."""
+"""The interface between a round and a length policy.
+
+A policy may drop proposed tokens, but its decision to drop a token must not depend on that token
+itself. Otherwise the output distribution would change.
+"""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -16,28 +19,35 @@ _REMEMBERED = 32  # the number of rounds whose results are kept
 
 @dataclass(slots=True)
 class LastRounds:
-    """The results of the last rounds. trials: an item for each round that the host has read, newest
-    last; the item has a pair (proposed, accepted) for each sequence."""
+    """The results of the last rounds.
+
+    trials: one list for each round whose results the host has read, newest last. The list has a
+        pair for each sequence: how many tokens were proposed, and how many of them were accepted.
+    """
 
     trials: deque[list[tuple[int, int]]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
 
 class LengthPolicy(Protocol):
     """Decides how many tokens a round proposes. The defaults below always propose k tokens.
-    is_fixed: whether every round proposes as many tokens as its limits allow."""
+
+    is_fixed: whether the policy is known to leave K and caps as they are, so that every round
+        proposes as many tokens as the limits of its sequences allow.
+    """
 
     is_fixed: bool = False
 
     @property
     def stop(self) -> Stop | None:
-        """A test that ends a sequence's proposals after a drawn token (see `Drafting`), or None. It
-        runs inside the CUDA graph."""
+        """A function that decides, given a drawn token and its logits, whether to end the
+        sequence's proposals after this token (see `Drafting`); None to never do so. It runs inside
+        the CUDA graph."""
         return None
 
     @property
     def doubt(self) -> Doubt | None:
-        """A test of the scores from a draft's confidence head. It ends a sequence's proposals
-        before the token whose score fails it. None without such a test. It needs a draft with a
+        """A function that decides, given the confidence head's score for a token, whether to end
+        the sequence's proposals before this token; None to never do so. It needs a draft with a
         confidence head (`Draft.has_confidence`), and runs inside the CUDA graph."""
         return None
 
@@ -54,6 +64,6 @@ class LengthPolicy(Protocol):
         return lengths[-1]
 
     def caps(self, state: BatchState, caps: torch.Tensor) -> torch.Tensor:
-        """Return how many tokens each slot may propose, int64 [B], at most `caps`. This runs inside
-        the CUDA graph."""
+        """Return the maximum number of tokens that each slot may propose: int64 [B], each at most
+        the slot's value in `caps`. This runs inside the CUDA graph."""
         return caps

@@ -1,8 +1,8 @@
 """A policy that ends a sequence's proposals after a token that the draft finds unlikely.
 
 The unlikely token itself is still proposed, as with transformers' `assistant_confidence_threshold`
-(after DISCO, arXiv 2405.04304). So no token is dropped because of its own probability, which would
-change the output distribution.
+(after DISCO, arXiv 2405.04304). If a token were dropped because of its own probability, the output
+distribution would change.
 """
 
 import torch

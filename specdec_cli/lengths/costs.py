@@ -18,8 +18,8 @@ class RoundCosts:
         self._agreed: dict[tuple[int, tuple[int, ...]], dict[int, float]] = {}
 
     def add(self, slots: int, k: int, seconds: float) -> None:
-        """Record a round's time, if it is one of the first `_TRIALS` with this number of slots and
-        k."""
+        """Record a round's time, unless `_TRIALS` rounds with this number of slots and this k are
+        already recorded."""
         found = self._seconds[slots, k]
         if len(found) < _TRIALS:
             found.append(seconds)

@@ -1,1 +1,1 @@
-"""The methods that propose tokens, one per file. The engine refers to none of them by name."""
+"""The methods that propose tokens, one per file. The engine never refers to a method by name."""

@@ -24,7 +24,9 @@ from specdec_cli.recipe import SpeculationSection
 
 @dataclass(frozen=True, slots=True)
 class MethodParts:
-    """The recipe's section and the models from which a method makes its proposer on this rank.
+    """The arguments from which a method makes its proposer on this rank.
+
+    speculation: the recipe's `speculation` section.
 
     draft: a `PagedModel`, or the method's own kind of draft; None if this rank holds no part of it.
     draft_max_len: the draft's context length; 0 without a draft.
@@ -59,8 +61,11 @@ class RoundSize(NamedTuple):
 
 class MethodBytes(NamedTuple):
     """The bytes that a method takes in addition to weights, caches and forward passes of the
-    models. held: the bytes taken during the whole run. in_round: further bytes, at the peak of a
-    round."""
+    models.
+
+    held: the bytes that it holds during the whole run.
+    in_round: the additional bytes that it takes at the peak of a round.
+    """
 
     held: int = 0
     in_round: int = 0
@@ -132,11 +137,12 @@ class Proposer:
         raise NotImplementedError
 
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
-        """Update the proposer's own data after a round's decision, before `state` is advanced."""
+        """Update the proposer's own data after a round has accepted or rejected the proposals, but
+        before `state` is advanced."""
 
     @property
     def takes_decisions(self) -> bool:
-        """Whether this class overrides `commit`."""
+        """True if this class overrides `commit`."""
         return type(self).commit is not Proposer.commit
 
     def ahead(self, k: int) -> int:
@@ -158,9 +164,11 @@ class Proposer:
         k: int,
         params: SamplingParams,
     ) -> Forecast | None:
-        """Compute the expected acceptance of proposals along `output`, an existing text. Return
-        None if this is possible only by running the rounds. All ranks must call this, but only rank
-        0's result is valid."""
+        """Compute the expected acceptance of proposals along `output`, an existing text.
+
+        Returns None if the proposer has no direct way to do this; `methods.forecast` then runs a
+        round from each token. All ranks must call this, but only rank 0's result is valid.
+        """
         return None
 
     def check(self) -> None:

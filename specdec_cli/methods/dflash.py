@@ -1,9 +1,9 @@
 """Proposing a block of tokens in one pass with a DFlash drafter (z-lab, arXiv 2602.06036).
 
-A block consists of the last token and k mask tokens. Its k + 1 rows attend to the text before them
-and to each other. The drafter's cache keeps only keys and values of decided tokens, which `commit`
-computes from the target's hidden states; they overwrite those of the block. Legend: B slots, K
-proposal length, H hidden size.
+A block consists of the last token, followed by mask tokens. Its rows attend to the text before the
+block and to each other. The drafter's cache keeps only keys and values of decided tokens: after
+each round, `commit` computes them from the target's hidden states and overwrites the keys and
+values that the block's pass wrote. Legend: B slots, K proposal length, H hidden size.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,11 @@ from specdec_cli.models.heads.paged import PagedHead
 
 
 class DFlash(HeadProposer):
-    """Draws K tokens per sequence from one pass over a block of `rows(K)` rows. depends_on_k:
-    whether this number of rows depends on K; if so, the proposals depend on K too."""
+    """Draws K tokens per sequence from one pass over a block of `rows(K)` rows.
+
+    depends_on_k: whether `rows(K)` depends on K. If it does, so do the proposals, because the rows
+        of a block attend to each other.
+    """
 
     def __init__(
         self,
@@ -44,9 +47,12 @@ class DFlash(HeadProposer):
         return self.rows(k) - 1
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """Propose K tokens from one pass over the block. The row of the last token predicts a
-        proposal only if the drafter's config has `anchor_predicts`. A block with the trained width
-        may also have more rows than are needed."""
+        """Propose K tokens from one pass over the block.
+
+        The row of the last token predicts a proposal only if `anchor_predicts` is set in the
+        drafter's config. If blocks always have the width used in training, the last rows of a block
+        may be unused.
+        """
         if self.head is None or draft.is_over:
             return draft.nothing()
         head = self.head.head

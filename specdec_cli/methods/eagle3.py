@@ -18,8 +18,8 @@ def describe(
     read_config: Callable[[str, Path], Eagle3Config] = read_head_config,
     bind: Bind = PagedHead,
 ) -> HeadDescription:
-    """Describe the head that is stored in the draft's folder. It reads the hidden states of the
-    target's layers that the recipe chooses, or else of those that its own config names."""
+    """Describe the head that is stored in the draft's folder. The recipe may choose the target
+    layers whose hidden states the head reads; otherwise the head's config names them."""
 
     def read(name: str, folder: Path, num_target_layers: int) -> Eagle3Config:
         config = overridden(read_config(name, folder), place.speculation, num_target_layers)

@@ -87,7 +87,8 @@ class _Round:
     chances: the acceptance probability of each proposal that lies within the text.
     proposed: the number of proposals, including those past the text's end.
     is_drawn: whether any proposal was drawn from a distribution.
-    overlap: the sum of min(p, q) over the vocabulary at the first proposal; 0 if it was not drawn.
+    overlap: the sum of min(p, q) over the vocabulary at the first proposal, where p is the target's
+        distribution and q the draft's; 0 if the first proposal was not drawn.
     """
 
     chances: tuple[float, ...] = ()
@@ -97,9 +98,12 @@ class _Round:
 
 
 def _told(rounds: list[_Round]) -> Forecast:
-    """Make the forecast from all rounds. If proposals were drawn from a distribution, it has their
-    acceptance probabilities. Otherwise each proposal is certain to be accepted or rejected, so it
-    has the numbers of proposed and accepted tokens."""
+    """Make the forecast from all rounds.
+
+    If proposals were drawn from a distribution, the forecast holds their acceptance probabilities.
+    Otherwise each proposal is certain to be accepted or rejected, so the forecast holds how many
+    tokens each round proposed and how many of them were accepted.
+    """
     if any(one.is_drawn for one in rounds):
         overlap = tuple(one.overlap for one in rounds)
         return Forecast(ahead=tuple(one.chances for one in rounds), overlap=overlap)
@@ -150,7 +154,8 @@ class _Replay:
             state = BatchState(width, columns, device, texts, self.proposer.tail_for(self.k))
             for begin in range(self.text.num_prompt_tokens, reach, width):
                 starts = range(begin, min(begin + width, reach))
-                # The last round runs in the text's own blocks, and so fills them step by step.
+                # The last round of each group runs in the text's own blocks. So these blocks fill
+                # up group by group, and later rounds can share them.
                 copies = [
                     self._copy(n, spare[i * touched :][:touched]) for i, n in enumerate(starts)
                 ]
@@ -164,8 +169,11 @@ class _Replay:
 
     def _shared(self, n: int) -> int:
         """Return how many of the text's blocks can be shared by a round that begins after n tokens.
-        They end before the second-to-last token: a proposer may store its output for that token
-        too, once per block, so each parallel round needs its own block there."""
+
+        The block that holds the second-to-last token is not shared. A proposer may store its output
+        for that token, and has room for only one output per block, so parallel rounds that shared
+        the block would overwrite each other's output.
+        """
         return max(0, n - 2) // self.teacher.allocator.block_size if self.proposer.is_paged else 0
 
     def _copy(self, n: int, own: list[int]) -> Sequence:
@@ -176,8 +184,11 @@ class _Replay:
         return Sequence(n, self.text.tokens[:n], prompt, n + self.k + 1, table, draft_kv=n - 1)
 
     def _prefill(self, copies: list[Sequence]) -> None:
-        """Feed the proposer all tokens of each copy, except the last token. The last copy uses the
-        text's own blocks."""
+        """Feed the proposer all tokens of each copy, except the copy's last token.
+
+        If blocks can be shared, the last copy is fed first, into the text's own blocks. The other
+        copies are then fed only the tokens after the blocks that they share with it.
+        """
         chunk, size = self.teacher.prefill_chunk, self.teacher.allocator.block_size
         last, is_paged = copies[-1], self.proposer.is_paged
         kept = len(copies) + size if is_paged else len(last.tokens)
@@ -221,8 +232,8 @@ class _Replay:
             texts=how.at(state) if (how := self.teacher.processors) is not None else None,
         )
         found = self.proposer.propose(state, draft)
-        # Scoring fed the target up to k tokens past `begun`. The next group of rounds scores from
-        # there on, so these tokens are fed to it again.
+        # Scoring fed the target some tokens past `begun`. Do not count them as fed, because the
+        # next group of rounds feeds them to the target again.
         self.fed = min(self.fed, self.begun)
         same, lens = found.token_ids == draft.written, found.lens.tolist()
         is_drawn, chances = draft.num_drawn > 0, same.float()

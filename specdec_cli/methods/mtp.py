@@ -19,9 +19,11 @@ from specdec_cli.models.heads.mtp.draft import describe_mtp
 
 
 class ChainedModules(Proposer):
-    """Draws one token from each module in turn. Texts cannot share cache blocks: a module also
-    reads stored outputs of the previous module, and these may belong to another block than the
-    module's own keys."""
+    """Draws one token from each module in turn.
+
+    Texts cannot share cache blocks: a module also reads outputs of the previous module, which are
+    stored per block, and possibly with another block than the one that holds the module's own keys.
+    """
 
     def __init__(self, chain: MtpChain, feature_layers: tuple[int, ...], max_len: int) -> None:
         self.chain, self.feature_layers, self.max_len = chain, feature_layers, max_len

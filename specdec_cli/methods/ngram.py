@@ -24,8 +24,8 @@ class Ngram(Proposer):
         self.shortest = shortest
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """Propose the tokens after the earlier occurrence. They are not sampled, so q is one-hot at
-        each."""
+        """Propose the tokens after the earlier occurrence. They are not sampled, so the proposal
+        distribution q is one-hot at each position."""
         assert state.texts is not None
         found = ops.ngram_lookup(
             state.texts.tokens,

@@ -25,7 +25,7 @@ _KEY = "pard_token"
 
 
 class Pard(DraftModel):
-    """Draws K tokens per sequence from one pass of the draft. k: the largest K."""
+    """Draws K tokens per sequence from one pass of the draft. k: the maximum K of any round."""
 
     def __init__(self, model: PagedModel | None, max_len: int, k: int) -> None:
         super().__init__(model, max_len)

@@ -122,8 +122,11 @@ def estimate_at_once(size: RoundSize, rows: int) -> MethodBytes:
 
 
 def _pass_and_logits(size: RoundSize, draft: Draft, rows: int, logits: int) -> MethodBytes:
-    """Estimate the bytes of a pass without logits, and of `logits` logits. On CUDA, memory must
-    hold both at once; on a CPU, only the larger."""
+    """Estimate the bytes of a pass that computes no logits, and of the logits computed outside it.
+
+    On CUDA the two sizes add up, because the allocator seldom reuses the pass's memory for the
+    logits. On a CPU only the larger counts. logits: the number of logit values.
+    """
     drawing = logits * draft.dtype.itemsize
     passing = draft.pass_bytes(rows, 0, gathers=False)
     return MethodBytes(in_round=drawing + passing if size.is_cuda else max(drawing, passing))

@@ -86,11 +86,14 @@ def _dispatch(
     s_aux: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Call the attention that is attached to `module`, with transformers' signature. query, key,
-    value: [1, heads, T, dim]. attention_mask: always None. Returns [1, T, heads, dim] and None.
+    """Call the attention that is attached to `module`. transformers sets this signature.
 
-    Settings are taken from the call's arguments, because the `sliding_window` attribute of some
-    layers is outdated.
+    query, key, value: [1, heads, T, dim].
+    attention_mask: must be None.
+
+    Returns [1, T, heads, dim] and None. Raises `NotPlainAttention` for arguments that paged
+    attention does not support. Settings such as the sliding window are taken from the call's
+    arguments, because the `sliding_window` attribute of some layers is outdated.
     """
     if attention_mask is not None:
         raise NotPlainAttention("its layers compute an attention mask of their own")

@@ -1,8 +1,9 @@
 """Compiled forward passes that never fall back to eager mode unnoticed.
 
-If Dynamo has compiled the same code object too often, it silently runs it in eager mode. So each
-model has two functions: one for passes of a single token, and one for passes of any larger number
-of tokens. Each has its own code object, is compiled only once, and is compiled as one whole graph.
+If Dynamo has compiled the same code object too often, it silently runs it in eager mode. So every
+compiled function has a code object of its own and is compiled only once, as one whole graph. Each
+model has two such functions, because a graph with a dynamic length does not cover length 1: one
+for passes of a single token, and one for passes of more tokens.
 """
 
 import contextlib

@@ -55,8 +55,8 @@ def separate_quantisation(name: str, place: Path) -> dict[str, Any] | None:
 
 
 def json_object(file: Path, told: str) -> dict[str, Any]:
-    """Read one of a model's JSON files, and return the object in it. told: the name by which error
-    messages call the file. Raises `SetupError` if the file cannot be read or does not hold an
+    """Read one of a model's JSON files, and return the object in it. told: the name that error
+    messages use for the file. Raises `SetupError` if the file cannot be read or does not hold an
     object."""
     try:
         if not file.is_file():
@@ -85,8 +85,8 @@ def is_lfs_pointer(file: Path) -> bool:
 
 
 def check_numbers(name: str, config: dict[str, Any], where: str) -> None:
-    """Raise `SetupError` if a config has an impossible number. where: the file's name for the
-    message."""
+    """Raise `SetupError` if a config has an impossible number. where: the name that the error
+    message uses for the file."""
     inner = [config]
     while inner:
         for key, value in inner.pop().items():

@@ -26,13 +26,13 @@ _NEVER_USED = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$")
 
 
 def converted(module: Any, tensors: dict[str, Read]) -> tuple[dict[str, Read], list[str]]:
-    """Return a reader for each tensor of `module`, by the module's names, and a list of names in
-    the file that nothing uses.
+    """Return a reader for each tensor of `module`, keyed by its name there, and a list of the
+    file's tensors that nothing uses.
 
-    tensors: a reader for each tensor of the file, by the file's names.
+    tensors: a reader for each tensor of the file, keyed by its name there.
 
-    The list leaves out names that are known to be unused in this family of models. A reader raises
-    `ValueError` if it joins tensors whose shapes do not fit together.
+    The list leaves out tensors that are known to be unused in this family of models. A reader
+    raises `ValueError` if it joins tensors whose shapes do not fit together.
     """
     table = get_model_conversion_mapping(module)
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
@@ -78,9 +78,12 @@ class _Group:
         self._made: dict[str, torch.Tensor] = {}
 
     def read(self, name: str, part: Part | None = None) -> torch.Tensor:
-        """Return the tensor `name`, or `part` of it. If the group only stacks the matrices of
-        experts, only `part` is converted. Otherwise the first call converts the whole group, and
-        each tensor can be read only once."""
+        """Return the module's tensor `name`, or only `part` of it.
+
+        If the group only stacks the matrices of experts, `part` is read and converted without the
+        rest. Otherwise the first call converts the whole group, and each tensor can be read only
+        once.
+        """
         if part is not None and (of_each := _part_of_each(self.converter, part)) is not None:
             # If the tensors do not fit together, convert them whole below, so that the error shows
             # their shapes.

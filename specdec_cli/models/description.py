@@ -167,7 +167,7 @@ class Description(Unfilled):
         on_compile: Callable[[str], None] | None = None,
         foreign_ids: bool = False,
     ) -> PagedModel:
-        """Bind the loaded module to a cache of zero blocks.
+        """Bind the loaded module to a cache of zero blocks, which `PagedModel.use` later replaces.
 
         on_compile: called before each compilation. If None, the module is not compiled but fused,
             provided that it has a fused form.

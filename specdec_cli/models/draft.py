@@ -16,8 +16,8 @@ from specdec_cli.models.spec import ModelSpec
 
 
 class Loaded(Protocol):
-    """A loaded model over a paged cache. storages: the blocks of memory that hold its weights and
-    tables; maps the address of each to its size in bytes."""
+    """A loaded model over a paged cache. storages: the size in bytes of each memory block that
+    holds its weights and tables, keyed by the block's address."""
 
     cache: KVCache
 
@@ -44,7 +44,7 @@ class Passes:
 class Reading:
     """Another interpretation of a checkpoint whose format other tools read differently.
 
-    told: text for the user: our interpretation, and the tools that have another one.
+    told: a text that tells the user which interpretation we use and which tools use another one.
     draft: the draft under the other interpretation; None if it does not fit the target.
     """
 
@@ -140,8 +140,9 @@ class Draft(Protocol):
         tokens: the number of tokens in the pass.
         logit_rows: the number of tokens that need logits, for models that compute these inside the
             pass.
-        gathers: whether the memory of attention and that of the MLP add up, as in prefill on CUDA,
-            where the allocator does not reuse it. Otherwise only the larger counts.
+        gathers: whether to add up the memory of attention and that of the MLP. This is right for
+            prefill on CUDA, where the allocator does not reuse the memory of one for the other.
+            Otherwise only the larger counts.
         is_compiled: whether the pass is compiled.
         """
         ...

@@ -14,10 +14,12 @@ _DEFAULT = SpeculationSection().method
 def with_method(recipe: Recipe, *, is_free: bool = False) -> Recipe:
     """Return the recipe with the speculation method that its draft's config.json calls for.
 
+    is_free: whether to replace even a method that the recipe names.
+
     The recipe is returned unchanged if it has no draft, or if the config is missing or damaged;
-    loading the draft then reports the error. is_free: whether to replace even a method that the
-    recipe names. Raises `UsageError` if the named method cannot run the draft and must not be
-    replaced, and `SetupError` if no method can run the draft. Without proposals neither is raised.
+    loading the draft then reports the error. Raises `UsageError` if the recipe names a method that
+    cannot run the draft and `is_free` is False, and `SetupError` if no method can run the draft.
+    If the recipe asks for no proposals, neither is raised.
     """
     speculation, draft = recipe.speculation, recipe.draft
     method, has_proposals = speculation.method, speculation.num_speculative_tokens > 0

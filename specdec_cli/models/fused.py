@@ -96,8 +96,8 @@ class FusedForward:
         cache: KVCache,
         hidden_layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """Return logits [M, V] of the batch's logit rows, and the hidden states [T, L * H] of the L
-        `hidden_layers`, or None if `hidden_layers` is empty."""
+        """Run a pass. Return the logits [M, V] of the batch's logit rows, and the hidden states
+        [T, L * H] of the L layers in `hidden_layers`, or None if `hidden_layers` is empty."""
         first = self.stack.layers[0]
         states: dict[int, Tensor] = {}
 
@@ -122,8 +122,8 @@ class FusedForward:
         return logits, hidden
 
     def _hidden(self, x: Normed, states: dict[int, Tensor], layers: tuple[int, ...]) -> Tensor:
-        """Return the hidden states [T, L * H] of `layers`. states: the inputs of layers, by number.
-        x: the last layer's output."""
+        """Return the hidden states [T, L * H] of `layers`. states: the recorded inputs of layers,
+        keyed by the layer's index. x: the last layer's output."""
         count, last = len(self.stack.layers), self.stack.layers[-1]
         if count in layers and x.squares is None:
             states[count] = x.scaled
@@ -147,8 +147,8 @@ def fuse(module: Any, max_len: int, parallel: TensorParallel = ALONE) -> FusedFo
 
 
 def bytes_held_twice(module: Any) -> int:
-    """Return the size in bytes, counted once, of the weights that `fuse` keeps both packed and
-    unpacked on a CPU. The module may be on meta."""
+    """Return the size in bytes of the weights that `fuse` keeps both packed and unpacked on a CPU.
+    Each weight is counted once. The module may be on meta."""
     groups = [group for layer in module.model.layers for group in matrices(layer)]
     merged = [sum(p.numel() for p in m) for m in groups if not isinstance(m[0], StoredParameter)]
     twice = [n for n in merged if all(ops.forms_of(n, module.dtype))]

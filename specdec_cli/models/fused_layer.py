@@ -16,7 +16,7 @@ _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The differences of a family's layers from Llama's. Biases, norms of heads, windows and
+    """The ways in which a family's layers differ from Llama's. Biases, norms of heads, windows and
     softcaps are not listed here, because they are read from the module itself.
 
     activation: the key in the config that names the activation.
@@ -32,8 +32,8 @@ class Family:
         weights that are stored transposed.
     norms_all_heads: whether query and key are each normalised over all heads together.
     turns_partly: whether a config may rotate only a part of each head.
-    has_sigmoid_routes: whether experts are chosen by sigmoid scores, with a bias and by groups, and
-        the sum of their outputs is scaled.
+    has_sigmoid_routes: whether experts are chosen by sigmoid scores plus a bias, from only the best
+        groups of experts, and the sum of their outputs is multiplied by a constant.
     """
 
     activation: str = "hidden_act"
@@ -121,8 +121,11 @@ class ExpertSizes(NamedTuple):
 
 
 def _experts(layer: Any, config: Any, family: Family, read: Tensor | None) -> ops.Experts:
-    """Return a layer's experts, which share the module's weights. read: int32 [1], into which each
-    pass writes the number of experts that it reads; None to not count them."""
+    """Return a layer's experts, which share the module's weights.
+
+    read: int32 [1]; each pass stores in it the number of experts whose weights it reads. None to
+        not count them.
+    """
     if family.clamps_experts:
         return _clamped_experts(layer.mlp.router, layer.mlp.experts, config, read)
     router, choice_bias = layer.mlp.gate, None
@@ -181,7 +184,7 @@ def _transposed(parameter: torch.nn.Parameter) -> Tensor | ops.Stored:
 class FusedLayer:
     """One decoder layer: its merged weights, and the arguments with which it calls attention.
 
-    turn: the index of its rotary embedding among the model's.
+    turn: the index of this layer's rotary embedding among the rotary embeddings of the model.
     post_attention_norm, post_mlp_norm: the weights of norms that are applied to the outputs of
         attention and MLP before the residual sums; None if the family has no such norms.
     following_norm: the weight of the next layer's first norm, or of the final norm.
@@ -302,7 +305,8 @@ def _bias(*products: Any) -> Tensor | None:
 
 
 def _norm(norm: Any, family: Family) -> Tensor:
-    """Return the factors by which a norm multiplies."""
+    """Return the factors that a norm applies after normalising: 1 + weight in fp32 for Gemma,
+    otherwise the weight."""
     weight: Tensor = norm.weight.data
     return 1.0 + weight.float() if family.is_gemma else weight
 

@@ -1,4 +1,4 @@
-"""A pass through a stack of fused layers, of the target or of a draft head.
+"""Run a pass through a stack of fused layers, which belongs to the target or to a draft head.
 
 A layer takes five kernels: norm and q, k, v; rotary embedding, KV write and attention; output
 projection and residual; norm and gated MLP; down projection and residual. Post-norms take two more
@@ -46,7 +46,8 @@ class FusedStack:
         follow.
 
         start: the result of `ops.embed`: the stream before the first layer, normed for that layer,
-        and the rows of the rotary tables. enter: replaces or records each layer's input.
+        and the rows of the rotary tables. enter: called before each layer, to replace or record the
+        layer's input; see `Enter`.
         """
         x, cos, sin = start
         del start  # this reference would keep the first layer's input alive
@@ -63,7 +64,8 @@ class FusedStack:
         return x
 
     def _second_half(self, x: Normed, layer: FusedLayer) -> Normed:
-        """Run the MLP of a layer, or its experts and, if there is one, its shared MLP."""
+        """Run a layer's MLP. If the layer has experts, run these instead, together with its shared
+        MLP if there is one."""
         mlp = None
         if layer.gate_up is not None and layer.down is not None:
             if layer.gate_up_bias is None:
@@ -98,8 +100,8 @@ def storages_of(held: list[Any]) -> dict[int, int]:
     return found | {id(weight): weight.num_bytes for weight in packed}
 
 
-# Applies rotary embeddings, writes keys and values to the cache, and attends: from qkv
-# [T, (H + 2 Hkv) * D] to [T, H * D].
+# Takes qkv [T, (H + 2 Hkv) * D], applies rotary embeddings, writes keys and values to the cache,
+# and attends. Returns [T, H * D].
 Attend = Callable[[FusedLayer, Tensor, KVCache, ForwardBatch], Tensor]
 
 

@@ -61,7 +61,7 @@ def check_layers(config: Any, name: str, held: int) -> None:
 
 
 def quantisation(config: Any) -> str | None:
-    """Return the quantisation method that a config names, or None for plain weights."""
+    """Return the quantisation method that a config names, or None for unquantised weights."""
     stored = getattr(config, "quantization_config", None)
     if stored is None:
         return None
@@ -69,7 +69,8 @@ def quantisation(config: Any) -> str | None:
 
 
 def rope_settings(config: Any) -> list[dict[str, Any]]:
-    """Return the rotary settings in a config, as a list: one dict, or one for each layer type."""
+    """Return the dicts of rotary settings in a config. If a dict holds one dict per layer type,
+    these are listed after it."""
     found = []
     for attribute in ("rope_parameters", "rope_scaling"):
         value = getattr(config, attribute, None)
@@ -131,8 +132,8 @@ def _trial_pass(model: Any, name: str) -> None:
 
 @contextmanager
 def batched_experts(model: Any) -> Iterator[None]:
-    """Let the block use the only implementation of experts whose shapes do not depend on
-    routing."""
+    """Switch `model`, during the `with` block, to the only implementation of experts whose tensor
+    shapes do not depend on routing."""
     chosen = model.get_experts_implementation()
     model.set_experts_implementation(dict.fromkeys(chosen, "batched_mm"))
     try:

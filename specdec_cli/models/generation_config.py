@@ -94,9 +94,11 @@ def unsupported(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_sampling(recipe: Recipe) -> Recipe:
     """Return the recipe with the sampling settings from its target's files, if `sampling.from` is
-    model; otherwise return it unchanged. Raises `UsageError` if the recipe itself sets one of them
-    to a different value, or if the settings are missing or unsupported, and `SetupError` if the
-    file is damaged."""
+    `model`; otherwise return the recipe unchanged.
+
+    Raises `UsageError` if the files have no such settings or unsupported ones, or if the recipe
+    itself sets one of them to a different value. Raises `SetupError` if the file is damaged.
+    """
     asked, target = recipe.sampling, recipe.target
     if asked.source == "recipe":
         return recipe

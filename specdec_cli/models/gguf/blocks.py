@@ -17,13 +17,15 @@ class Layout(NamedTuple):
     """The layout of one type of block.
 
     storage: the storage that keeps the values of such blocks.
-    fields: the fields of a block in order, with their sizes in bytes. `d` is a half float that
-        gives the scales, and `m` one that gives the minima. In the K types they are multiplied by
-        the integers in `scales`, one per group. `low` has the low four bits of each value and
-        `high` the other bits; `whole` has whole values instead.
-    low: how `low` is ordered: each run of this many bytes has first the low halves of all bytes,
-        then their high halves.
-    high: the same number for the field `high`, and the number of bits that each value has there.
+    fields: the fields of a block in order, with their sizes in bytes. `d` and `m` are half floats:
+        the block's scale and minimum. In the K types, `scales` has integers for each group, and the
+        scale and minimum of a group are `d` and `m` times the group's integers. `low` has the low
+        four bits of each value, and `high` the other bits. Blocks of 8-bit values have `whole`
+        instead of these two.
+    low: the width of the runs in `low`, in bytes. In each run, the first values are in the low
+        halves of the bytes, and the next values in the high halves.
+    high: the width of the runs in `high`, in bytes, and the number of bits that each value has
+        there. Runs are ordered as in `low`; see `_spread`.
     """
 
     storage: Storage
@@ -55,7 +57,8 @@ def kept_as(kind: str, dtype: torch.dtype) -> Storage | None:
 
     A scale of the K types is the product of a half float and an integer of 6 or 8 bits. If `dtype`
     is fp32, the product is kept exactly. Otherwise it is rounded to a half float, with a relative
-    error of at most 2^-11, which is less than the 2^-8 per value of dequantising to bf16.
+    error of at most 2^-11. Dequantising to bf16 would be less exact: it would round each value,
+    with a relative error of up to 2^-8.
     """
     if (layout := KEPT.get(kind)) is None:
         return None

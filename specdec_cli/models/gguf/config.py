@@ -113,9 +113,9 @@ def _mapped(architecture: str, header: Header) -> dict[str, Any]:
 
 
 def _dtype(header: Header) -> str | None:
-    """Return the name of an unquantised file's dtype, or None if any tensor is quantised. If only
-    some tensors are 16-bit, it is their dtype, or bfloat16 if both 16-bit dtypes occur. float32 is
-    returned only if all tensors are float32."""
+    """Return the name of the dtype in which to run an unquantised file, or None if any tensor is
+    quantised. If all tensors are float32, the dtype is float32. Otherwise it is the dtype of the
+    16-bit tensors, or bfloat16 if both 16-bit dtypes occur."""
     kinds = {name_of(t.kind) for t in header.tensors.values()}
     if not kinds <= _PLAIN.keys():
         return None
@@ -124,7 +124,8 @@ def _dtype(header: Header) -> str | None:
 
 
 def _check_heads(name: str, architecture: str, header: Header, config: Any) -> None:
-    """Raise `Unsupported` for head sizes and experts that a transformers config cannot express."""
+    """Raise `Unsupported` for head sizes and experts that a transformers config cannot express. For
+    minimax-m2, also set in `config` which share of each head is rotated."""
     experts = header.values.get(f"{architecture}.expert_count")
     if experts and not any(hasattr(config, key) for key in ("num_experts", "num_local_experts")):
         raise Unsupported(name, f"transformers reads no experts from GGUF files of {architecture}")
@@ -141,8 +142,8 @@ def _check_heads(name: str, architecture: str, header: Header, config: Any) -> N
 
 
 def _set_rotary(name: str, architecture: str, header: Header, config: Any) -> None:
-    """Set the scaling of rotary embeddings in `config`, which transformers' tables leave out.
-    Raises `Unsupported` for a scaling that cannot run here."""
+    """Add the file's scaling of rotary embeddings to `config`, because transformers' tables leave
+    this scaling out. Raises `Unsupported` for a scaling that cannot run here."""
     if any(tensor.startswith("rope_factors_") for tensor in header.tensors):
         raise Unsupported(name, "its rotary embedding is of type longrope")
     said = f"{architecture}.rope.scaling"
