@@ -101,7 +101,8 @@ class PluggedMethod:
     def __init__(self, name: str, made: type[Any], parts: MethodParts) -> None:
         self.who = f"method {name}"
         self.vocab_size = parts.target.vocab_size
-        # Counts since the last check: ids outside the vocabulary, and lens outside 0..caps.
+        # How many invalid proposals there were since the last `check`, int64 [2]: token ids outside
+        # the vocabulary, and lengths (`Candidates.lens`) outside 0..caps.
         self._num_invalid: torch.Tensor | None = None
         with blamed(self.who, "making it"):
             self.inner = type(made.__name__, (made, Proposer), {})(parts)
@@ -146,8 +147,8 @@ class PluggedMethod:
         return Candidates(clamped, torch.minimum(lens, first), found.q)
 
     def check(self) -> None:
-        """Raise `UsageError` if ids outside the vocabulary, or lens outside 0..caps, were proposed
-        since the last call."""
+        """Raise `UsageError` if the plugin has proposed ids outside the vocabulary, or returned
+        `lens` outside 0..caps, since the last call."""
         with blamed(self.who, "check"):
             self.inner.check()
         ids, lens = (0, 0) if self._num_invalid is None else self._num_invalid.tolist()

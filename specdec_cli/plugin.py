@@ -38,8 +38,9 @@ def method(name: str, *, weights_from: WeightsFrom = "none") -> Callable[[Made],
     weights_from: where the method's weights are. `none`: it has no weights. `draft`: in the draft
     that the recipe names. `target`: in the target's own files; the class then needs `describe`.
 
-    A class may define `describe`, which makes its own kind of draft from a
-    `models.description.DraftPlace`. The decorator raises ValueError for `target` if it is missing.
+    If the class has its own kind of draft, it defines `describe`, which makes the draft from a
+    `models.description.DraftPlace`. With `target`, the decorator raises `ValueError` if the class
+    has no `describe`.
     """
 
     def register(made: Made) -> Made:
@@ -60,7 +61,7 @@ def method(name: str, *, weights_from: WeightsFrom = "none") -> Callable[[Made],
 
 
 def rule(name: str) -> Callable[[Made], Made]:
-    """Register an acceptance rule."""
+    """Return a decorator that registers a class as an acceptance rule."""
 
     def register(made: Made) -> Made:
         def make(speculation: Any) -> PluggedRule:
@@ -74,7 +75,7 @@ def rule(name: str) -> Callable[[Made], Made]:
 
 
 def policy(name: str) -> Callable[[Made], Made]:
-    """Register a length policy."""
+    """Return a decorator that registers a class as a length policy."""
 
     def register(made: Made) -> Made:
         def make(speculation: Any) -> PluggedPolicy:

@@ -23,11 +23,12 @@ from specdec_cli.models.prompt_passes import PromptGraphs, PromptPasses, Results
 
 
 class PassOutput(NamedTuple):
-    """The results of a pass, in the model's dtype.
+    """The logits and hidden states that a pass returns, in the model's dtype.
 
-    logits: [M, V] for the requested tokens, or [B, Q, V] or [B, 1, V] for a padded pass. hidden:
-    the hidden states of `PagedModel.hidden_layers`, [T, L * H] for all packed tokens, or
-    [B, Q, L * H] for a padded pass; None if no layers are requested.
+    logits: [M, V] for the M tokens that need logits; in a padded pass [B, N, V], where N is
+        `Rectangle.num_logits`.
+    hidden: the hidden states of `PagedModel.hidden_layers` for all tokens, [T, L * H]; in a padded
+        pass [B, Q, L * H]. None if no layers are requested.
     """
 
     logits: torch.Tensor
@@ -91,16 +92,16 @@ class PagedModel:
         self._prompts = None
 
     def capture_prompts(self, graphs: PromptGraphs) -> None:
-        """From now on, let `prefill` run its passes as CUDA graphs, which `graphs` captures, if the
-        model has a fused form."""
+        """Let `prefill` run its passes as CUDA graphs from now on. `graphs` captures them. Do
+        nothing if the model has no fused form."""
         if self.fused is not None:
             most = busy_width(self.module)
             self._prompts = graphs.of(self.prompt_pass, self.cache.block_size, most)
 
     @property
     def mixtures(self) -> FusedForward | None:
-        """The fused form of a model with mixture-of-experts layers, which counts the experts that
-        passes read. None if the model has no such layers or no fused form."""
+        """The fused form of the model if it has mixture-of-experts layers. The fused form counts
+        the experts that passes read. None if the model has no such layers or no fused form."""
         return self.fused if self.fused is not None and self.fused.num_mixtures else None
 
     @property
@@ -114,8 +115,8 @@ class PagedModel:
     def forward(
         self, spans: list[Span], logits_per_span: list[int], *, with_hidden: bool = True
     ) -> PassOutput:
-        """Run a pass over `spans`. Returns logits [M, V] of the last tokens of each span, as many
-        as `logits_per_span` says, and hidden states of all tokens if `with_hidden` is true."""
+        """Run a pass over `spans`. Returns logits [M, V] for the last `logits_per_span[i]` tokens
+        of each span i, and hidden states of all tokens if `with_hidden` is true."""
         found = make_batch(spans, logits_per_span, self.cache.block_size, self.device)
         return self._run(found, with_hidden=with_hidden)
 
@@ -129,9 +130,9 @@ class PagedModel:
     ) -> Results:
         """Run a pass over `spans`. The results are valid until the next call.
 
-        num_logits: M, the number of spans, counted from the first, whose last tokens get logits
-        [M, V]. draws: if given, a pass that runs in `PromptPasses` draws the M tokens itself and
-        returns them instead of logits. Other passes return logits, and the caller must draw.
+        num_logits: M. The last tokens of the first M spans get logits [M, V].
+        draws: if given, a pass that runs in `PromptPasses` draws M tokens from the logits, and
+            returns the tokens instead. Other passes return logits, and the caller must draw.
         """
         if self._prompts is None or not self._prompts.fits(spans):
             rows = [1] * num_logits + [0] * (len(spans) - num_logits)
@@ -142,8 +143,8 @@ class PagedModel:
     def prompt_pass(
         self, batch: ForwardBatch, layers: tuple[int, ...], given: torch.Tensor | None = None
     ) -> Results:
-        """Run one prefill pass; a `Body` for `PromptPasses`. Returns the hidden states of `layers`,
-        and logits if the batch asks for any."""
+        """Run one prefill pass; `PromptPasses` calls this as its `Body`. Returns the hidden states
+        of `layers`, and logits if the batch asks for any."""
         assert given is None
         logits, hidden = self._run(batch, with_hidden=bool(layers))
         return Results(logits if len(logits) else None, hidden)
@@ -152,8 +153,9 @@ class PagedModel:
     def forward_slots(
         self, what: Rectangle, state: BatchState, *, with_hidden: bool = True
     ) -> PassOutput:
-        """Run a padded pass over all slots. what: describes the tokens of each slot. Keys and
-        values of padding go to block 0.
+        """Run a padded pass over all slots. Keys and values of padding are written to block 0.
+
+        what: the tokens of each slot.
 
         Returns logits [B, N, V], where N is `Rectangle.num_logits`, and hidden states
         [B, Q, L * H].

@@ -49,19 +49,19 @@ class PassShapes(NamedTuple):
 def peak_bytes(
     model: PassShapes, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool
 ) -> int:
-    """Return the bytes of the tensors that are alive at the peak of a pass; see
+    """Return the peak memory of a pass, in bytes. The arguments after `model` are as for
     `models.draft.Draft.pass_bytes`."""
     itemsize = model.dtype.itemsize
-    # With several ranks, the ranks' parts of the logits are gathered and then joined. With the
-    # copies, count three times their size.
+    # With several ranks, this rank's part of the logits, the gathered parts of all ranks and the
+    # joined logits are in memory at the same time, so allow three times the size of the logits.
     logits = logit_rows * int(model.module.config.vocab_size) * (1 if model.ranks == 1 else 3)
     if is_compiled or not is_fusable(model.module):
         inside = max(_live_bytes(model, tokens), logits * itemsize)
         return model.hidden_bytes(tokens) + inside
     layer, plain = _fused_layer(model, tokens), _plain_numbers(model, tokens)
     if gathers:
-        # In prefill on CUDA, the allocator does not reuse attention's blocks for the MLP or the
-        # logits, so add up all of them.
+        # In prefill on CUDA, the allocator does not reuse the memory of attention for the MLP or
+        # the logits, so add up all three.
         numbers = tokens * (layer.common + layer.gathered + layer.mlp) + plain + logits
     else:
         inside = max(layer.attention, layer.mlp)
@@ -137,9 +137,9 @@ def _mlp_numbers(model: PassShapes, tokens: int, streams: int, family: Family) -
         streams += 2 * hidden
     for layer in filter(has_experts, layers):
         count, chosen, inner = ExpertSizes.of(layer, config, family)
-        # For each expert that a token chooses: the input, both gate and up, the gated product, and
-        # the result. An fp32 value counts as two. The clamped activation runs in torch, where each
-        # of its steps has a result of its own.
+        # For each expert that a token chooses, memory holds the input, the gate and up projections,
+        # the gated product, and the result. The clamped activation runs as several torch
+        # operators, and each allocates its result. An fp32 value counts as two 16-bit values.
         steps = 10 if family.clamps_experts else 3
         sorted_rows = chosen * (hidden + steps * inner + hidden) + 4 * count
         few_rows = min(count, chosen * tokens) * inner + 2 * PARTIAL_SUMS * hidden
@@ -150,8 +150,8 @@ def _mlp_numbers(model: PassShapes, tokens: int, streams: int, family: Family) -
             rows = grouped_rows
         else:
             rows = sorted_rows
-        # With shared experts, the sum of the stream and their output takes memory beside the stream
-        # itself.
+        # The output of shared experts is added to the residual stream. The sum is a new tensor, and
+        # the stream itself is kept, too.
         with_shared = 0 if dense_mlp(layer) is None else hidden
         found = max(found, streams + with_shared + rows)
     return found
@@ -171,6 +171,7 @@ def _live_bytes(model: PassShapes, tokens: int) -> int:
             module(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=none)
     except (RuntimeError, TypeError):  # an operator that the meta device lacks
         widest = max(int(weight.shape[-2]) for weight in module.parameters() if weight.dim() >= 2)
-        narrow = min(widest, 16 * int(module.config.hidden_size))  # leave out the output matrix
+        # Cap the width: the widest weight is often the output matrix, which this pass does not use.
+        narrow = min(widest, 16 * int(module.config.hidden_size))
         return int(tokens * 8 * narrow * model.dtype.itemsize)
     return int(live.peak)

@@ -1,9 +1,10 @@
 """Prefill passes that are padded to one of a few widths and captured as CUDA graphs.
 
-The device runs a short pass faster than the host can queue its kernels. So the first pass of each
-width runs eagerly and is then captured, and later passes replay the graph. The inputs and results
-of a pass are at fixed addresses outside the graphs' memory pool, so graphs of several models can
-share one pool. Legend: W width of a pass (its padded number of tokens), B maximum number of
+The device runs a short pass faster than the host can queue its kernels one by one, while a graph
+queues all of them at once. So the first pass of each width runs eagerly and is then captured, and
+later passes replay the graph. The inputs and results of a pass are at fixed addresses outside the
+graphs' memory pool. So graphs need not preserve anything in the pool, and graphs of several models
+can share one pool. Legend: W width of a pass (its padded number of tokens), B maximum number of
 sequences.
 """
 
@@ -39,21 +40,25 @@ _WHILE_QUEUED = 2.5e11
 
 
 def width_busy_with(numbers: float) -> int:
-    """Return the largest width at which a graph saves time. numbers: the number of weights per
-    layer. Wider passes keep the GPU busy anyway, so padding would only cost time."""
+    """Return the largest width at which a graph saves time. Wider passes keep the GPU busy while
+    the host queues kernels, so padding them would only cost time.
+
+    numbers: the number of weights per layer.
+    """
     return max((w for w in WIDTHS if w * numbers <= _WHILE_QUEUED), default=WIDTHS[0])
 
 
 class Results(NamedTuple):
-    """The results of a pass; those that are not requested are None.
+    """The results of a pass. Results that are not requested are None.
 
     logits: [M, V], for the last tokens of the first M sequences.
-    hidden: [T, F].
-    tokens: int64 [M], drawn from the logits, which are then not returned.
-    told: int64 [B], the same tokens on the host; only its first M entries are meaningful. It is
-    valid from the end of this pass to the end of the second pass after it.
+    hidden: [T, F], hidden states of all tokens.
+    tokens: int64 [M], drawn from the logits. If tokens are drawn, `logits` is None.
+    told: int64 [B], a buffer on the host whose first M entries are the same tokens. It contains
+        them from the end of this pass until the second pass after it, which uses the same buffer,
+        ends.
 
-    The results of a `Body` include rows of padding.
+    If a `Body` returns them, `logits` and `hidden` include rows of padding.
     """
 
     logits: Tensor | None = None
@@ -72,8 +77,9 @@ class PromptGraphs:
     """The prefill passes of an engine's models, and the memory that their graphs share.
 
     num_tokens: the maximum number of tokens in a padded pass; longer passes are not padded.
-    num_columns: the number of columns of the block tables. is_captured: whether padded passes are
-    captured; tests also run them without graphs.
+    num_sequences: the maximum number of sequences in a padded pass.
+    num_columns: the number of columns of the block tables.
+    is_captured: whether padded passes are captured; tests also run them without graphs.
     """
 
     def __init__(
@@ -94,8 +100,11 @@ class PromptGraphs:
         self._stream: torch.cuda.Stream | None = None
 
     def of(self, body: Body, block_size: int, most: int = WIDTHS[-1]) -> "PromptPasses":
-        """Make the passes of one model, over a cache with blocks of this size. most: the maximum
-        number of tokens in a padded pass."""
+        """Make the `PromptPasses` of one model.
+
+        block_size: the number of tokens in a block of the model's cache.
+        most: the model's own limit for the number of tokens in a padded pass.
+        """
         sizes = min(most, self.num_tokens), self.num_sequences, self.num_columns
         self._passes.append(PromptPasses(self, body, PackedInputs(*sizes, block_size, self.device)))
         return self._passes[-1]
@@ -106,11 +115,12 @@ class PromptGraphs:
         return sorted({passes.inputs.num_tokens for passes in self._passes})
 
     def capture(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
-        """Capture `run` as a graph, or return None if nothing is to be captured. `run` must have
-        run once before, so that its kernels are compiled."""
-        if not self._is_captured or is_ahead():  # compiling ahead launches nothing to capture
+        """Capture `run` as a CUDA graph. Returns None without capturing if `is_captured` is false,
+        or in the dry run of `compile_ahead`. `run` must have run before, so that its kernels are
+        compiled."""
+        if not self._is_captured or is_ahead():  # a dry run only compiles, so capture nothing
             return None
-        if self._stream is None:  # shared, because each stream has its own workspace
+        if self._stream is None:  # one stream for all: cuBLAS keeps a workspace for each stream
             self._stream = torch.cuda.Stream(self.device)
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -170,7 +180,7 @@ class PromptPasses:
         ]
 
     def fits(self, spans: list[Span]) -> bool:
-        """True if `spans` are few and short enough for a padded pass."""
+        """Return True if `spans` are few and short enough for a padded pass."""
         count = sum(stop - start for _, start, stop in spans)
         most = min(self._graphs.num_tokens, self.inputs.num_tokens)
         return count <= most and len(spans) <= self.inputs.num_sequences
@@ -205,7 +215,8 @@ class PromptPasses:
             self.inputs.passed()
         else:
             logits, hidden, tokens, _ = self._first(key, draws)
-        if num_rows != num_logits:  # avoid slicing, which takes 70 us after the host has waited
+        # Slice only if it is necessary: right after a wait, it takes 70 us of the host's time.
+        if num_rows != num_logits:
             logits, tokens = (None if t is None else t[:num_logits] for t in (logits, tokens))
         if width != count and hidden is not None:
             hidden = hidden[:count]
@@ -223,7 +234,7 @@ class PromptPasses:
     def _first(
         self, key: tuple[int, Hashable, int, object], draws: SamplingParams | None
     ) -> Results:
-        """Run a pass of a new kind eagerly, then capture it."""
+        """Run the first pass with this `key` eagerly, then capture it for later ones."""
         width, kind, num_rows, _ = key
 
         def run() -> Results:
@@ -237,7 +248,7 @@ class PromptPasses:
             return Results(logits, hidden, tokens)
 
         results = run()
-        if not is_ahead():  # when compiling ahead, no pass was launched
+        if not is_ahead():  # a dry run only compiles and launches no pass
             self.inputs.passed()
         if (captured := self._graphs.capture(run)) is not None:
             self._captured[key] = captured, results

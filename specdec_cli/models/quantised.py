@@ -1,5 +1,5 @@
-"""Read the matrices of quantised checkpoints, and convert their codes to the same layout for each
-number type, whatever the format.
+"""Read the matrices of quantised checkpoints. Codes of the same number type are converted to the
+same layout, whichever format the checkpoint has.
 
 Only this module knows the order of codes in each format. float8, int8 and mxfp4 store codes along a
 row. GPTQ packs codes along a column into words (https://github.com/AutoGPTQ/AutoGPTQ). AWQ packs
@@ -49,10 +49,11 @@ _PARTS = {
 # caches, which `kv_scales` reads.
 _OF_ACTIVATIONS = (".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale")
 _OF_CACHES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".output_scale")
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of eight columns in a word
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word holds each of its eight columns
 _NO_POWER = 255  # this exponent of a scale means NaN
 
-# The file's names of one matrix's tensors, by what they contain: the keys are those of `_PARTS`.
+# The names of one matrix's tensors in the file. The keys say what each tensor contains, such as
+# "codes" or "scales".
 Names = dict[str, str]
 
 
@@ -69,9 +70,12 @@ def scaled(names: Iterable[str]) -> dict[str, str]:
 def _matrices(
     names: Collection[str], scheme: Scheme, model: str
 ) -> dict[str, tuple[Matrices, Names]]:
-    """Find the quantised matrices of a file. Maps the name that each has after dequantisation to
-    the group of the config to which it belongs and the names of its tensors in the file. Raises
-    `SetupError` if the file and the config contradict each other."""
+    """Find the quantised matrices of a file.
+
+    Returns a dict whose keys are the matrices' names after dequantisation. Each value is the group
+    of the config to which the matrix belongs, and the names of the matrix's tensors in the file.
+    Raises `SetupError` if the file and the config contradict each other.
+    """
     found: dict[str, tuple[Matrices, Names]] = {}
     held = {matrix: (PLAIN, scales) for scales, matrix in scaled(names).items()}
     endings = {parts["codes"]: form for form, parts in _PARTS.items()}
@@ -233,8 +237,8 @@ def _zeros(own: Parts, group: Matrices, told: str, part: Part | None = None) -> 
 
 
 def _check_no_zeros(found: torch.Tensor, group: Matrices, bits: int, told: str) -> None:
-    """Raise `SetupError` if a file has zero points other than the middle of the codes' range,
-    although the config says that it has none."""
+    """Raise `SetupError` if the config says that a matrix has no zero points, but the file has zero
+    points other than the middle of the codes' range."""
     if group.form == PLAIN:
         has_zeros = bool(found.any())
     else:
@@ -281,8 +285,8 @@ def _shape(found: torch.Tensor, numbers: torch.Tensor, told: str) -> tuple[int, 
 
 
 def _check_order(own: Parts, group: Matrices, columns: int, told: str) -> None:
-    """Raise `SetupError` if the file assigns columns to groups in another order than from left to
-    right (g_idx), but the config does not say so."""
+    """Raise `SetupError` if the file's `g_idx` does not assign columns to groups from left to
+    right, but the config does not say that columns are permuted."""
     wide = group.storage.group[1]
     if "order" not in own or group.ordered:
         return
@@ -338,8 +342,11 @@ def read_stored(name: str, fields: Fields, model: str) -> Stored:
 
 
 def _has_nan(codes: torch.Tensor) -> bool:
-    """True if e4m3 codes have a NaN (0x7f or 0xff), which bf16 matmuls would treat as a number.
-    0xff is the largest code as uint8, and 0x7f as int8. A mask would take ten times as long.
+    """Return True if e4m3 codes contain a NaN (0x7f or 0xff), which bf16 matmuls would treat as a
+    number.
+
+    Two maxima find it: 0xff is the largest code as uint8, and 0x7f is the largest as int8. A mask
+    would take ten times as long.
     """
     bits = codes.view(torch.uint8)
     return bool(codes.numel()) and (
@@ -348,8 +355,8 @@ def _has_nan(codes: torch.Tensor) -> bool:
 
 
 def no_scales(name: str, names: Iterable[str]) -> str:
-    """Return the reason why a matrix has no scales, for messages: the file has none, or has them
-    under another name."""
+    """Return the reason why a matrix has no scales, for messages: the file lacks them, or stores
+    them under a name that is not read."""
     stem = name.rpartition(".")[0]
     others = sorted(n for n in names if "scale" in n and stem.endswith(n.rpartition(".")[0]))
     if others:

@@ -48,9 +48,12 @@ def model_place(
     """Return where a model's files are: the folder that contains its config and, if `weights` is
     true, its weights; or its GGUF file.
 
-    A model on the hub is taken from the local cache, or downloaded. file: the name of one of
-    several GGUF files. allow_pickle: whether to download pickled weights if there are no others.
-    Raises `SetupError` if there is no such model, or if there are several.
+    A model on the hub is taken from the local cache, or downloaded.
+
+    file: the GGUF file to take if there are several; None if there is only one, or none.
+    allow_pickle: whether to download pickled weights if there are no others.
+
+    Raises `SetupError` if there is no such model, or if several models fit the name.
     """
     if (local := local_place(name, file)) is not None:
         return local

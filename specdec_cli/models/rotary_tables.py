@@ -1,4 +1,4 @@
-"""Makes the tables of cosines and sines, by position, with which kernels apply rotary embeddings.
+"""Makes the tables that kernels use to apply rotary embeddings: cosines and sines by position.
 
 The kernels rotate every pair (i, i + D / 2) of a head's D features, but some families rotate only
 the first features. For these, the features of queries and keys are reordered. Each pair in the
@@ -18,11 +18,11 @@ _CHUNK = 1 << 16  # positions for which tables are computed at once
 
 
 def turns_of(module: Any, max_len: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Return the cosines, the sines and each layer's embedding for a loaded model.
+    """Compute the rotary tables of a loaded model that has R different rotary embeddings.
 
-    The model has R different rotary embeddings. The cosines and the sines are each
-    [max_len, R * D], with the tables of these embeddings side by side. The list has, for each
-    layer, the index (below R) of the embedding that it uses.
+    Returns the cosines, the sines and a list. The cosines and the sines are each [max_len, R * D]:
+    the tables of the R embeddings, side by side. The list contains, for each layer, the index
+    (0..R-1) of the embedding that the layer uses.
     """
     rotary = module.model.rotary_emb
     kinds = _kinds(module)
@@ -50,8 +50,8 @@ def num_turns(module: Any) -> int:
 
 
 def _kinds(module: Any) -> list[str | None]:
-    """Return the type of each layer if the family has one rotary embedding per type of layer. If
-    all layers share an embedding, return None for each layer."""
+    """Return the type of each layer, such as `sliding_attention`, if the family has a separate
+    rotary embedding for each type. If all layers share one embedding, return None for each."""
     count = len(module.model.layers)
     by_type = fusable_family(module).turns_by_type
     return list(module.config.layer_types[:count]) if by_type else [None] * count
@@ -63,8 +63,8 @@ def table_of(
     """Return the cosines and sines that a transformers rotary module computes for positions
     0..max_len - 1, each [max_len, D].
 
-    kind: the module's arguments after the positions: the type of the layers, or nothing if the
-    module has only one embedding.
+    kind: the arguments to pass to the module after the positions: the type of the layers, or no
+    argument if the module has only one embedding.
     """
     like = torch.empty(0, dtype=dtype, device=device)
     with torch.inference_mode():

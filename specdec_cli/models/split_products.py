@@ -1,4 +1,4 @@
-"""Matmuls of fused layers whose weights are split over ranks; every rank gets the whole result."""
+"""Matmuls of fused layers with weights that are split over ranks. Every rank gets whole results."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -20,8 +20,9 @@ class SplitProducts:
 
     vocab_size: the number of ids in the whole vocabulary.
     shared: memory through which the ranks exchange results; None if there is no such memory.
-    nothing: zeros [1, N], where N is the width of the residual stream. Experts add their output to
-        these zeros where it must not be added to the residual stream itself.
+    nothing: zeros [1, N], where N is the width of the residual stream. With several ranks, the
+        experts' kernel adds its output to these zeros instead of the residual stream, because the
+        stream must be added only once.
     """
 
     parallel: TensorParallel
@@ -51,8 +52,8 @@ class SplitProducts:
         norm_weight: Tensor,
         eps: float,
     ) -> Normed:
-        """Do the work of `ops.linear_add_norm` for a matmul that is split by input features: sum
-        the results of all ranks, add the sum to the residual stream, and norm it.
+        """Compute `ops.linear_add_norm` for a matmul that is split by input features: multiply, sum
+        the results of all ranks, add the sum to the residual stream, and apply the next norm.
 
         place: 0 for the output of attention, 1 for the output of the MLP.
         bias: given on at most one rank, since the sum over ranks must include it only once.
@@ -75,20 +76,20 @@ class SplitProducts:
         norm_weight: Tensor,
         eps: float,
     ) -> Normed:
-        """Do the work of `ops.mixture_add_norm` for experts that are split by inner features, and
-        add the output of the shared experts, too.
+        """Compute `ops.mixture_add_norm` for experts that are split by inner features. The output
+        of shared experts is also added.
 
         shared: the input and the weight of the shared experts' down projection; None if the layer
         has no shared experts.
         """
         if self.parallel.size == 1:
-            if shared is not None:  # this uses only the sum, not its norm
+            if shared is not None:  # keep only the sum: its norm is not used
                 x = x._replace(
                     hidden=ops.linear_add_norm(*shared, x.hidden, norm_weight, eps).hidden
                 )
             return ops.mixture_add_norm(x, experts, norm_weight, eps)
-        # If each rank added the residual stream, the sum over ranks would have it several times. So
-        # add it only after summing.
+        # If each rank added the residual stream, the sum over ranks would contain it several times.
+        # So add it only after summing.
         start = self.nothing.expand_as(x.hidden) if shared is None else ops.linear(*shared)
         alone = x._replace(hidden=start)
         part = ops.mixture_add_norm(alone, experts, norm_weight, eps).hidden
@@ -112,7 +113,7 @@ class SplitProducts:
         post_norm: Tensor | None = None,
     ) -> Normed:
         """Sum the results that all ranks have written to shared memory, add the sum to the residual
-        stream, and norm it. place, post_norm: as for `add_norm`."""
+        stream, and apply the next norm. place, post_norm: as for `add_norm`."""
         assert self.shared is not None
         if post_norm is None:
             return ops.reduce_add_norm(self.shared.sums, place, residual, norm_weight, eps)

@@ -40,9 +40,10 @@ def choose_form(
     """Choose the matrices of a module on meta that stay quantised as in the checkpoint, or that are
     quantised while they are loaded, and mark them as `StoredParameter`.
 
-    If `spec.weights` asks for a form, raises `UsageError` if the whole model cannot have it, and
-    `SetupError` if one of the matrices cannot. With `auto`, all weights are dequantised in these
-    cases, and a warning is logged. Raises `SetupError` for an unknown quantisation.
+    If `spec.weights` is `stored` or `fp8`, raises `UsageError` if the model as a whole cannot be
+    stored so, and `SetupError` if one of its matrices cannot. If it is `auto`, all weights are
+    dequantised in these cases, and a warning is logged. Raises `SetupError` for an unknown
+    quantisation.
     """
     header = read_model(place) if is_gguf(place) else None
     scheme, is_plain = None, header is None or gguf.is_plain(header)
@@ -114,8 +115,8 @@ def _products(module: Any) -> list[list[str]]:
 def _asked_storages(
     module: Any, spec: ModelSpec, place: Path, scheme: Scheme | None
 ) -> Mapping[str, Storage]:
-    """Return the storage that each matrix of a module should have, by name: the checkpoint's own
-    one, or fp8 if the checkpoint is not quantised.
+    """Return the storage that each matrix of a module should have, by name: the same as in the
+    checkpoint, or fp8 if the checkpoint is not quantised.
 
     A tied head may be among the matrices; the caller has to leave it out. scheme: the checkpoint's
     quantisation; None if it has none.
@@ -175,10 +176,14 @@ def _hold_as_stored(
 ) -> dict[str, SetupError]:
     """Replace the parameters that have an entry in `storages` by `StoredParameter`s.
 
-    module: on meta, of a family that can be fused. shards: this rank's parts of its tensors. A tied
-    head is left as it is, because the embedding reads the same weight. Returns an error for each
-    other matrix that could not be replaced, by name: this rank's part would cut a code or a group,
-    or the matrices of one merged matmul have different storages.
+    A tied head is left as it is, because the embedding reads the same weight.
+
+    module: on meta, of a family that can be fused.
+    shards: this rank's parts of the module's tensors.
+
+    Returns an error for each other matrix that could not be replaced, by name. Either the matrix or
+    this rank's part of it is not a whole number of codes and groups (values that share a scale), or
+    the matrices of one merged matmul have different storages.
     """
     embedding = module.get_input_embeddings().weight
     problems: dict[str, SetupError] = {}

@@ -181,8 +181,9 @@ class PretrainedTokenizer:
         return frozenset(filter(None, names))
 
     def finding(self, texts: Sequence[str]) -> Decoder:
-        """Return a decoder for text in which `texts` are searched. If one of them contains a
-        special token, the decoder also writes special tokens; otherwise it is this tokenizer."""
+        """Return a decoder for text that will be searched for `texts`. If one of `texts` contains a
+        special token, the decoder does not leave out special tokens. Otherwise, return this
+        tokenizer itself."""
         if not any(name in text for name in self.special_tokens for text in texts):
             return self
         verbatim = copy(self)
@@ -216,13 +217,13 @@ _NEEDED = "the model folder needs its tokenizer files (tokenizer.json)"
 
 
 def has_tokenizer(place: Path) -> bool:
-    """True if a model's folder or GGUF file holds a tokenizer."""
+    """Return True if a model's folder or GGUF file holds a tokenizer."""
     return is_gguf(place) or any(any(place.glob(pattern)) for pattern in _FILES)
 
 
 def is_same_tokenizer(one: Path, other: Path) -> bool:
-    """True if two folders hold identical tokenizer files. Comparing the files takes 10 ms, while
-    loading a tokenizer of 128,000 tokens takes half a second."""
+    """Return True if two folders hold identical tokenizer files. Comparing the files takes 10 ms,
+    while loading a tokenizer of 128,000 tokens takes half a second."""
     if is_gguf(one) or is_gguf(other) or not has_tokenizer(one):
         return False
     names, others = (
@@ -237,8 +238,11 @@ def is_same_tokenizer(one: Path, other: Path) -> bool:
 def load_tokenizer(
     place: Path, name: str, vocab_size: int, is_dummy: bool, trust_remote_code: bool = False
 ) -> Tokenizer:
-    """Load the tokenizer of a folder or GGUF file. If there is none, return a `ByteTokenizer` for
-    dummy weights. Raises `SetupError` if a model with weights has none, or for damaged files."""
+    """Load the tokenizer of a folder or GGUF file.
+
+    If there is none and the model has dummy weights, return a `ByteTokenizer`. Raises `SetupError`
+    if there is none and the model has real weights, or if files are damaged.
+    """
     if is_gguf(place):
         return _loaded(partial(gguf_tokenizer, read_model(place)), name, "the GGUF file is damaged")
     folder = place

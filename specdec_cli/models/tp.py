@@ -1,10 +1,10 @@
 """Tensor parallelism: each rank holds a part of a model's matrices.
 
 transformers' plan for a family lists the linear layers that are split by output features (colwise)
-or input features (rowwise). Its own code splits them over the whole world, while this module splits
-them over a group. Attention is split by whole heads; key and value heads are replicated if there
-are fewer of them than ranks. Experts are split by their inner features. Embeddings and routers are
-whole.
+or input features (rowwise). transformers itself splits them over all processes, while this module
+splits them over a group of ranks. Attention is split by whole heads; key and value heads are
+replicated if there are fewer of them than ranks. Experts are split by their inner features.
+Embeddings and routers are whole on every rank.
 """
 
 import re
@@ -27,8 +27,8 @@ _SPLIT = {_COLUMNS, _ROWS} | _GATHERED | _SPLIT_INPUT
 _EXPERTS = "moe_tp_experts"
 # Every rank holds these whole. (Splitting the embedding would cost an all-reduce per pass.)
 _WHOLE = {"replicated", "replicated_with_grad_allreduce", "embedding_rowwise", "mla_kv_a_proj"}
-# The style of a layer whose parameters differ between ranks. It does not say how to split them: the
-# plan has a separate entry for each, so this one is ignored.
+# The style of a module, such as attention, whose parameters differ between ranks. It is ignored,
+# because separate entries of the plan say how each of the module's layers is split.
 _MARKS = {"local_params"}
 _KEYS_AND_VALUES = {"k_proj", "v_proj"}
 # The bias of the experts' outputs must be added only once, so only one rank adds it.
@@ -73,8 +73,8 @@ class Shards:
     """The parts of a module's tensors that a rank holds.
 
     parts: each part, by parameter name. Parameters without an entry are whole.
-    tied: parameters that share memory with a part of another parameter, by name; the value is the
-        name of the other. This applies to a vocabulary head that is tied to the embedding.
+    tied: maps the name of a parameter that shares memory with a part of another parameter to the
+        other's name. The only such parameter is a vocabulary head that is tied to the embedding.
     zero: parameters that are zero on this rank. Another rank holds their values and adds them.
     """
 
@@ -176,11 +176,11 @@ def parts_of_experts(experts: Any, parallel: TensorParallel, name: str) -> dict[
     `Indivisible` if the experts' inner features cannot be divided among the ranks.
 
     Each rank holds a part of every expert, and the layer ends with one sum over ranks. If ranks
-    held whole experts instead, each pass would wait for the rank with the most chosen experts. If 8
-    of 128 experts are chosen, each of 4 ranks holds 2 of them on average, but the busiest rank
-    holds 3.5. The price is narrower matrices: on 8 ranks, each rank holds 96 of an expert's 768
-    features. Routers are whole on every rank, so all ranks choose the same experts without
-    communication.
+    held whole experts instead, each pass would wait for the rank with the most chosen experts. For
+    example, if a token chose 8 of 128 experts, each of 4 ranks would hold 2 of these 8 on average,
+    but the busiest rank 3.5. The price of splitting is narrower matrices: on 8 ranks, each rank
+    holds 96 of an expert's 768 features. Routers are whole on every rank, so all ranks choose the
+    same experts without communication.
     """
     # [experts, outputs, inputs], or with `is_transposed` [experts, inputs, outputs].
     read = 1 if experts.is_transposed else 2
@@ -284,9 +284,11 @@ def _split(
 
 
 def _narrow(path: str, owner: Any, parts: dict[str, Part]) -> dict[str, Part]:
-    """Replace parameters of `owner` by empty ones of this rank's shapes, and return the parts by
-    full names. parts: this rank's parts, by names within `owner`. path: the full name of
-    `owner`."""
+    """Replace parameters of `owner` by uninitialised ones that have only the shapes of this rank's
+    parts. Returns the parts by the parameters' full names.
+
+    path: the full name of `owner`. parts: this rank's parts, by the names within `owner`.
+    """
     for leaf, part in parts.items():
         whole = getattr(owner, leaf).new_empty(part.local_shape)
         setattr(owner, leaf, nn.Parameter(whole, requires_grad=False))

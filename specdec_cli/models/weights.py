@@ -224,14 +224,14 @@ def _open_pickle(file: Path) -> dict[str, Read]:
 
 
 def same(tensor: torch.Tensor, part: Part | None = None) -> torch.Tensor:
-    """Return a tensor that exists already, or a part of it. `partial(same, tensor)` is a
-    `Read`."""
+    """Return `tensor`, or a part of it. `partial(same, tensor)` makes a `Read` of a tensor that is
+    already in memory."""
     return tensor if part is None else part.of(tensor)
 
 
 def unread(part: Part | None = None) -> torch.Tensor:
-    """Take the place of a `Read` where code uses only the names of tensors and reads none. Raises
-    `AssertionError` if it is called."""
+    """Stand in for a `Read` where only the names of tensors are needed. Raises `AssertionError` if
+    it is called."""
     raise AssertionError("only its name is used")
 
 

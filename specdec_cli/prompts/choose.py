@@ -42,8 +42,8 @@ class Choice:
 
 
 def sampled(prompts: Sequence[Prompt], choice: Choice) -> list[Prompt]:
-    """Draw a sample of `prompts`, which keep their order. With the same seed, a larger sample
-    contains every smaller one.
+    """Draw a sample of `prompts`, and return it in the order of `prompts`. With the same seed, a
+    larger sample contains every smaller one.
 
     Raises `UsageError` if a stratified sample is asked for and no prompt has a category.
     """
@@ -81,12 +81,13 @@ def _in_turn(order: Sequence[int], categories: Sequence[str | None]) -> list[int
 def uneven(
     taken: Sequence[Prompt], further: Mapping[str | None, int], *, is_whole: bool
 ) -> list[Notice]:
-    """Warn if the first prompts lack some of the data's categories, or have them in very different
-    proportions. Returns a list of one notice or none.
+    """Return a notice if the first prompts of the data lack some of its categories, or have them in
+    very different proportions. Otherwise, return an empty list.
 
-    taken: the first prompts, which the run uses. further: how many of the prompts after them belong
-    to each category. is_whole: whether `further` counts all prompts after them; if False, it counts
-    only the next ones.
+    taken: the first prompts, which the run uses.
+    further: how many of the prompts after `taken` belong to each category.
+    is_whole: whether `further` counts all prompts after `taken`; if False, it counts only the next
+        ones.
     """
     first = Counter(prompt.category for prompt in taken)
     data = first + Counter(further)

@@ -24,7 +24,7 @@ _FORM = "PATH, PATH:SPLIT or PATH:SPLIT:COLUMN, such as squad:train[:100]:questi
 def parse_dataset(text: str) -> tuple[str, str | None, str | None]:
     """Parse `text` into a path, a split and a column. An empty part (`p.csv::question`) is None.
 
-    A colon separates no parts if it is in brackets, after a drive letter, in `scheme://host:port`,
+    A colon is not a separator if it is in brackets, after a drive letter, in `scheme://host:port`,
     in `demo:` or in a path that exists. Raises `UsageError` if there is no path, or if there are
     more than three parts.
     """

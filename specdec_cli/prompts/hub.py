@@ -59,7 +59,7 @@ def hub_source(
 
 
 def _refuse_special_files(folder: Path) -> None:
-    """Raise `UsageError` for pipes and devices, which `datasets` may read without end."""
+    """Raise `UsageError` for pipes and devices, because `datasets` might read them forever."""
     for file in folder.rglob("*"):
         if file.exists() and not file.is_file() and not file.is_dir():
             raise UsageError(
@@ -89,7 +89,7 @@ def _loaded(datasets: Any, path: str, subset: str | None, split: str | None) -> 
     known = list(builder.info.splits or ())
     if split is None and len(known) == 1:
         split = known[0]
-    # Some datasets list their splits only after preparation.
+    # Some datasets list their splits only after `load_dataset` has prepared them.
     data = datasets.load_dataset(path, name=subset, split=split)
     return data if split is not None else data[_only_split(path, list(data))]
 

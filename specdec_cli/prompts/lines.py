@@ -38,7 +38,8 @@ def jsonl_rows(file: BinaryIO, name: str) -> Rows:
 
 
 def json_rows(file: BinaryIO, name: str) -> Rows:
-    """Yield the items of a JSON list, or the objects of a file with one object per line."""
+    """Yield a pair for each item of a JSON list: its place (`prompts.json:3`), and the item or a
+    `BadRow`. If the file is not a list, read one object per line, as `jsonl_rows` does."""
     start = file.tell()
     if not file.read(1024).removeprefix(BOM).lstrip().startswith(b"["):
         file.seek(start)
@@ -58,7 +59,8 @@ def _whole(file: BinaryIO, name: str) -> str:
 
 
 def _items(text: str, name: str) -> Rows:
-    """Decode the items of a list one by one, so that each has a line number."""
+    """Yield the items of a JSON list with their places. They are decoded one by one, because the
+    `json` module does not tell the line numbers of a list's items."""
     decoder = JSONDecoder(object_pairs_hook=_object)
     place, line, seen = _skip_space(text, text.index("[") + 1), 1, 0
     is_over = text[place : place + 1] == "]"

@@ -41,7 +41,7 @@ from specdec_cli.text import counted, in_lines, of_many, one_line
 
 EXTENSIONS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
-_MAX_AHEAD = 20_000  # how many later rows to compare, by category, with the first ones
+_MAX_AHEAD = 20_000  # how many rows after the chosen ones to read for their categories
 _PATIENCE_S = 1.0  # seconds to wait for a pipe's first bytes
 _GZIP_MAGIC = b"\x1f\x8b"
 _ONE_OBJECT = (
@@ -68,8 +68,8 @@ def load_prompts(
     dataset. Without `data.sample`, the first `data.limit` prompts are taken, and later rows are
     read only for warnings. With it, the sample is drawn from all rows.
 
-    skip_bad: whether to leave out bad rows and log a warning with their number. Otherwise, they
-        raise a `UsageError` that names the file and the line of each.
+    skip_bad: if True, leave out bad rows and log a warning with their number. If False, raise a
+        `UsageError` that names the file and the lines of the bad rows.
     is_file: whether `data.path` must be a file.
     seed: the seed with which a sample is drawn.
 
@@ -137,8 +137,9 @@ def read_prompts(
     `stdin` is read if there are neither options nor a file, or if the file is `-`. It is not read
     if it is a terminal. Returns an empty list if there is no prompt.
 
-    limit, sample, seed: as in `Choice`. skip_bad: whether to leave out bad lines and log a warning
-    with their number. Otherwise, they raise a `UsageError` with the file, the line and the reason.
+    limit, sample, seed: as in `Choice`.
+    skip_bad: if True, leave out bad lines and log a warning with their number. If False, raise a
+        `UsageError` with the file, the lines and the reasons.
     """
     choice = Choice(limit, sample, seed)
     if sample is not None:
@@ -185,7 +186,7 @@ def _read_stdin(
         return []
     if isinstance(raw, str):
         raw = raw.encode("utf-8", "surrogateescape")
-    if not raw:  # no prompts: batch systems run jobs with </dev/null
+    if not raw:  # without prompts, such as </dev/null in a batch job
         return []
     name = "standard input"
     if raw.startswith(_GZIP_MAGIC):
@@ -213,7 +214,8 @@ def _is_json_list(raw: bytes) -> bool:
 
 
 def _say_if_it_waits(stream: TextIO | BinaryIO) -> None:
-    """Warn if standard input has no data yet, since it may be connected by accident."""
+    """Warn if standard input has no data yet. It may have been connected by accident, and then
+    reading it would wait forever."""
     with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
         if not select.select([stream.fileno()], [], [], _PATIENCE_S)[0]:
             _log.warning(
@@ -313,8 +315,8 @@ def _prompts_of(
     rows: an iterator over the source's rows. Afterwards it continues with the first unread row.
     column, turn: as for `prompt_of`. Conversations with fewer turns are left out.
     split: the name of the split that the rows are from, for messages; None if it was not given.
-    skip_bad: whether to leave out bad rows and log a warning with their number. Otherwise, they
-        raise a `UsageError`.
+    skip_bad: if True, leave out bad rows and log a warning with their number. If False, raise a
+        `UsageError`.
     """
     name = source.name
     _check_columns(source, column)

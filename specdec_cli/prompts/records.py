@@ -40,8 +40,9 @@ _REQUEST_KEYS = (
     *("json_schema", "regex", "tool_choice", "reasoning_effort", "thinking", "suffix"),
     *("add_special_tokens", "sampling_params", "parameters", "extra_body"),
 )
-# In some datasets, these keys hold other parts of the question: BoolQ, MMLU, MedQA, LLaMA-Factory,
-# BFCL, QuALITY, HotpotQA, FeTaQA, SNLI, BIG-Bench Hard. They have no effect here either.
+# Keys that hold other parts of the question in some datasets, such as BoolQ, MMLU, MedQA,
+# LLaMA-Factory, BFCL, QuALITY, HotpotQA, FeTaQA, SNLI and BIG-Bench Hard. They have no effect here
+# either.
 _PART_KEYS = (
     *("passage", "choices", "options", "history", "function", "article", "document", "passages"),
     *("paragraph", "story", "table", "premise", "hypothesis", "few_shot", "examples"),
@@ -49,7 +50,7 @@ _PART_KEYS = (
 _TOLD_KEYS = (*_REQUEST_KEYS, *JOINED_KEYS, *_PART_KEYS)
 MORE_KEYS = (CATEGORY_KEY, SWITCHES_KEY, *TEMPLATE_KEYS, *SYSTEM_KEYS, *_TOLD_KEYS)
 ROLES = ("system", "developer", "user", "assistant", "tool")
-DATE_KEY = "strftime_now"  # key of `Prompt.template`: the time that templates see
+DATE_KEY = "strftime_now"  # key in `Prompt.template` of the time that a chat template takes as now
 _ANSWER = "assistant"
 NOT_UNICODE = "not valid Unicode text: half of a surrogate pair"
 
@@ -203,8 +204,8 @@ def category_of(row: object) -> str | None:
 
 
 def _messages(value: object, key: str) -> tuple[Message, ...]:
-    """Check a list of messages, and return it without the assistant's messages at its end: in
-    datasets, these are the answer. Raises `BadRow` if the list is not usable."""
+    """Check a list of messages, and return it without the assistant's messages at its end, because
+    in datasets these are the answer. Raises `BadRow` if the list is not usable."""
     if not isinstance(value, list):
         raise BadRow(f"{key} should be a list, not {shown(value)}")
     if not value:
