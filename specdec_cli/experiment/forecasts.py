@@ -50,8 +50,8 @@ class Text(Forecast):
         asked = max(0, min(k, self.limit - start - 1, self.draft_limit - start))
         if self.accept is not None or self.ahead is not None:
             known = self._known(start, asked)
-            # If `known` reaches the end of the text, fill it up with 0. Otherwise it may be short
-            # because the round proposed fewer than `asked` tokens.
+            # If `known` reaches the end of the text, pad it with zeros. If it is short for another
+            # reason, the round proposed fewer than `asked` tokens, and nothing is padded.
             is_cut = start + len(known) >= self.length
             return known + (0.0,) * (asked - len(known) if is_cut else 0)
         if self.draws is not None:
@@ -68,8 +68,8 @@ class Text(Forecast):
         return (1.0,) * min(stand, found) + (0.0,) * (found - min(stand, found))
 
     def _known(self, start: int, asked: int) -> tuple[float, ...]:
-        """The acceptance probabilities of at most `asked` proposals of a round that begins at token
-        `start`."""
+        """Return the acceptance probabilities of at most `asked` proposals of a round that begins
+        at token `start`."""
         if self.accept is not None:
             return self.accept[start : start + asked]
         assert self.ahead is not None
@@ -77,7 +77,7 @@ class Text(Forecast):
 
 
 class ReplayText(Text):
-    """A line of replay.jsonl: the text that one prompt gave with this draft at the largest k."""
+    """A line of replay.jsonl: the text generated for a prompt with this draft at the largest k."""
 
     draft: Name | None
     index: Count
@@ -89,7 +89,8 @@ class ReplayText(Text):
 
 @dataclass(slots=True)
 class ExpectedRounds:
-    """The number of rounds over some texts, or the expected number if acceptance is random.
+    """Counts of rounds and proposals for decoding some texts with proposal length `k`. If
+    acceptance is random, these are expected values.
 
     drafts: rounds with proposals.
     plain: rounds without proposals.
@@ -117,7 +118,8 @@ class ExpectedRounds:
 
 
 def expected_rounds(texts: Iterable[Text], k: int) -> ExpectedRounds:
-    """The expected rounds of proposal length `k` over `texts`, counted as in `engine.loop`."""
+    """Compute the expected rounds for decoding `texts` with proposal length `k`, counted as in
+    `engine.loop`."""
     found = ExpectedRounds(k)
     for text in texts:
         begins = [0.0] * (text.length + 1)  # chance that a round starts at each token
@@ -150,8 +152,8 @@ def with_recorded(text: Text, rounds: Iterable[tuple[int, int]]) -> tuple[Text, 
     """Replace replayed acceptances of a greedy text by those of its recorded rounds. Return the
     text and the number of acceptances that changed.
 
-    They may differ in half precision: the replay passes over the whole text at once, which rounds
-    differently from the run's own passes, so either token of a near-tie may win.
+    They may differ in half precision. The replay computes the logits of a whole text in one pass,
+    so its rounding errors differ from those of the run, and either token of a near-tie may win.
 
     rounds: the numbers of proposed and accepted tokens of each round in order, without rounds that
     proposed nothing.
@@ -185,8 +187,8 @@ class Forecasts:
     """The data for predictions with one draft at one batch size.
 
     texts: the outputs at the largest k, by prompt.
-    parts: for each k, the cost of a round in each part of the time curve, by the part's index: the
-    seconds of engine time per round of one sequence.
+    parts: how many seconds a round takes per sequence, by k and by part of the time curve. The
+    curve is measured in several parts, which are spread over the sweep and numbered from 0.
     is_exact: whether replaying `texts` gives exactly the rounds of every k.
     """
 
@@ -197,13 +199,13 @@ class Forecasts:
     _known: dict[tuple[int, int], ExpectedRounds] = field(default_factory=dict, init=False)
 
     def rounds(self, index: int, k: int) -> ExpectedRounds:
-        """The expected rounds of one prompt at proposal length `k`."""
+        """Return the expected rounds of one prompt at proposal length `k`."""
         if (index, k) not in self._known:
             self._known[index, k] = expected_rounds([self.texts[index]], k)
         return self._known[index, k]
 
     def all_rounds(self, k: int) -> ExpectedRounds:
-        """The expected rounds of all prompts at proposal length `k`."""
+        """Return the expected rounds of all prompts at proposal length `k`."""
         return sum((self.rounds(index, k) for index in sorted(self.texts)), ExpectedRounds(k))
 
     def gain(self, k: int, prompts: Iterable[int], parts: Iterable[int]) -> Product | None:
@@ -222,7 +224,7 @@ class Forecasts:
 
     def break_even(self, k: int, seed: int) -> BreakEven | None:
         """Compute the acceptance at which `k` is as fast as plain decoding, from the costs in the
-        time curve. Return None for k = 0, without costs, and without texts."""
+        time curve. Return None if k is 0, or if there are no costs or no texts."""
         parts = sorted(self.timed(0, k))
         if k == 0 or not parts or not self.texts:
             return None
@@ -230,8 +232,8 @@ class Forecasts:
         return break_even(MidRatio(costs, (1, -1)), self.all_rounds(k), seed)
 
     def other_k(self, k: int) -> int | None:
-        """Return the proposal length at which the texts' proposals were made, if different ones
-        would be made at `k`. Return None if the predictions use the right proposals."""
+        """Return the only proposal length for which the texts' acceptance probabilities hold, if it
+        is not `k`. Return None if they hold at `k`, as they always do at k = 0."""
         only = {text.only_k for text in self.texts.values() if text.only_k is not None}
         return next((one for one in only if k not in (0, one)), None)
 
@@ -293,7 +295,8 @@ def prediction_of(
 
 
 def iid_alpha(samples: Iterable[Sample]) -> float:
-    """The acceptance rate over all positions, among proposals whose predecessors were accepted."""
+    """Compute the acceptance rate of the proposals whose predecessors in the round were all
+    accepted, over all positions."""
     chosen = list(samples)
     accepted = sum(sum(s.accepted_per_round) for s in chosen)
     rejected = sum(

@@ -1,4 +1,4 @@
-"""Turns prompts into requests for an engine, and its answers into outputs.
+"""Turns prompts into requests for an engine, and the engine's answers into outputs.
 
 Nothing here prints to the terminal.
 """
@@ -29,7 +29,8 @@ _BASELINE_LEAST = 16  # a run with fewer tokens is not compared with k = 0
 
 
 class Output(Record):
-    """The output of one prompt. `error` is set exactly if `finish_reason` is "error"."""
+    """The output of one prompt. `error` is set if and only if `finish_reason` is
+    "error"."""
 
     index: int
     prompt: Name
@@ -69,7 +70,7 @@ class Job:
 
     @property
     def date(self) -> str | None:
-        """The date that the chat template writes into the prompts, or None."""
+        """The date that the chat template writes into the prompts; None if it writes none."""
         for prompt in self.prompts:
             if prompt.messages is not None and DATE_KEY in prompt.template:
                 other = replace(prompt, template={**prompt.template, DATE_KEY: _ANOTHER_DAY})
@@ -96,17 +97,17 @@ class Job:
         return {"count": len(found), "sha256": digest(found), "categories": categories}
 
     def part(self, start: int, stop: int) -> "Job":
-        """The job with only the prompts from index start to stop - 1 in its list."""
+        """Return the job with only the prompts at positions start to stop - 1 of its list."""
         return replace(self, prompts=self.prompts[start:stop], token_ids=self.token_ids[start:stop])
 
     def only(self, keep: Callable[[int], bool]) -> "Job":
-        """The job with only the prompts for whose index `keep` is true."""
+        """Return the job with only the prompts whose index satisfies `keep`."""
         pairs = zip(self.prompts, self.token_ids, strict=True)
         kept = [(prompt, ids) for prompt, ids in pairs if keep(prompt.index)]
         return replace(self, prompts=[p for p, _ in kept], token_ids=[ids for _, ids in kept])
 
     def too_long(self, prompt: int) -> str | None:
-        """The reason why a prompt cannot run, however large the cache is, or None."""
+        """Explain why a prompt cannot run, however large the cache is. Return None if it can."""
         length, most = len(self.token_ids[prompt]), self.plan.max_model_len
         if length < most:
             return None
@@ -126,8 +127,8 @@ def prepare(backend: Backend, recipe: Recipe, prompts: PromptSet, permissions: P
 def tokenised(
     backend: Backend, planned: Prepared, prompts: list[Prompt], *, skip_bad: bool = False
 ) -> Job:
-    """Render and tokenise the prompts, and return the job that runs them on a checked pair of
-    models.
+    """Render and tokenise the prompts, and return the job that runs them on the checked models in
+    `planned`.
 
     skip_bad: whether to leave out prompts that cannot be rendered or tokenised, instead of raising
     `UsageError`. Such prompts have ids outside the vocabulary, messages without a chat template, or
@@ -180,7 +181,7 @@ def draft_context_warning(planned: Prepared, token_ids: list[tuple[int, ...]]) -
 
 
 def _rendered(tokenizer: Tokenizer, prompt: Prompt) -> Prompt:
-    """The prompt, with its messages, if any, rendered to text."""
+    """Render a prompt's messages to text, if it has any, and return the prompt with this text."""
     if prompt.messages is None:
         return prompt
     try:
@@ -199,8 +200,11 @@ def _rendered(tokenizer: Tokenizer, prompt: Prompt) -> Prompt:
 def _filled(
     tokenizer: Tokenizer, messages: tuple[Message, ...], template: Mapping[str, object]
 ) -> str:
-    """Render the messages with the chat template. If the template does not support content in parts
-    (it refuses them, loses them or writes them as a list), the parts are joined first."""
+    """Render the messages with the chat template.
+
+    Content may be a list of text parts. If the template does not support that (it refuses the
+    parts, loses them or writes them as a list), they are joined first.
+    """
     in_parts = [m for m in messages if isinstance(m.get("content"), list)]
     if not in_parts:
         return tokenizer.render(messages, template)
@@ -221,7 +225,7 @@ def _filled(
 
 
 def _texts(message: Message) -> list[str]:
-    """The texts of a message's content, one for each part."""
+    """Return the texts of a message's content, one for each part."""
     content = message.get("content") or ""
     return [part["text"] for part in content] if isinstance(content, list) else [str(content)]
 
@@ -250,7 +254,7 @@ def _lacks_system(prompt: Prompt) -> bool:
 
 
 def requests(job: Job) -> list[Request]:
-    """The engine's requests for the job's prompts."""
+    """Make the engine's requests for the job's prompts."""
     stop = job.plan.params.stop
     decoder = job.plan.tokenizer.finding(stop)
     return [
@@ -268,7 +272,7 @@ def output_of(job: Job, prompt: Prompt, answer: Finished | Sample, seconds: floa
     accepted, proposed = answer.accepted_per_round or [], answer.proposed_per_round or []
     tokenizer, stop, shown = job.plan.tokenizer, job.plan.params.stop, prompt.text
     of_server = answer if isinstance(answer, Sample) else answer.served
-    text = of_server.text if of_server is not None else None  # only if it sent text but no ids
+    text = of_server.text if of_server is not None else None  # set if a server sent text but no ids
     if not text and answer.finish_reason == "stop":
         text = text_before(tokenizer, answer.token_ids, stop)
     elif not text:

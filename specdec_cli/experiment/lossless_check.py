@@ -23,13 +23,13 @@ from specdec_cli.launch.world import World
 
 PROMPTS = 4  # prompts to decode for the check if the run's own texts cannot be compared
 _MOST_LOOKED_AT = 16  # maximum differences to examine per point; each costs two passes over a text
-_WIDEST = 256  # maximum tokens in the second pass, which holds a row of logits for each of them
+_WIDEST = 256  # maximum width of a pass over a prompt, which holds a row of logits for each token
 _NEAR = 2.0  # largest gap of a near-tie, as a multiple of `_noise`; see docs/correctness.md
 
 
 @dataclass(frozen=True, slots=True)
 class TextPair:
-    """A prompt's output tokens with proposals, and those of the target alone."""
+    """A prompt's tokens, its output tokens with speculation, and those of the target alone."""
 
     prompt: Sequence[int]
     tokens: Sequence[int]
@@ -61,7 +61,10 @@ class LosslessCheck:
     _noise: float = 0.0
 
     def compare(self, session: Session, key: Key, texts: Mapping[int, TextPair]) -> None:
-        """Compare the texts of a point, by prompt. The session must be idle."""
+        """Compare the texts of a point and collect their differences. The session must be idle.
+
+        texts: the pair of texts of each prompt, by the prompt's index.
+        """
         width, looked_at = max(2, key.k + 1, key.batch_size), 0
         self._prompts |= texts.keys()
         self._compared += len(texts)
@@ -107,7 +110,7 @@ class LosslessCheck:
 
 
 def refuse_unfit(plan: Prepared, ks: Sequence[int]) -> None:
-    """Raise `UsageError` if there is nothing to check."""
+    """Raise `UsageError` if no k exceeds 0, or if the acceptance rule changes the text."""
     if not any(ks):
         raise UsageError("--check-lossless: k is 0, so there is nothing to compare with k = 0")
     if plan.remark is not None:

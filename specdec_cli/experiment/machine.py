@@ -1,4 +1,4 @@
-"""Monitors the machine while a run is measured: was the processor or the GPU shared or slowed?
+"""Monitors the machine while a run is measured, to detect a CPU or GPU that is shared or slowed.
 
 Readings that the system does not provide are left out.
 """
@@ -16,15 +16,15 @@ from typing import Any
 from specdec_cli.errors import Notice
 
 _APART = 0.25  # minimum seconds between two readings
-_SHORTEST = 3.0  # minimum measured seconds for the usual warnings about processors
+_SHORTEST = 3.0  # minimum measured seconds for the limits from `_STARVED` to `_WAITING`
 # A shorter measurement of at least `_BRIEF` seconds gets a warning only if a thread spent more than
 # this share of the time ready to run but waiting for a processor.
 _BRIEF, _STARVED_BRIEFLY = 0.4, 0.4
-# Limits for the usual warnings.
+# A measurement of at least `_SHORTEST` seconds gets a warning beyond these limits.
 _STARVED = 0.05  # share of the time that this process spent ready to run but not running
 _STARVED_HALF = 0.10  # the same, for either half of the measurement
-_LEAST_RUNNING = 0.8  # minimum processor seconds per second of a single rank on a CPU
-_THROTTLED = 0.01  # share of the time for which the control group was throttled
+_LEAST_RUNNING = 0.8  # minimum CPU time divided by wall time, for a single rank on a CPU
+_THROTTLED = 0.01  # share of the time that the control group was throttled
 _WAITING = 0.5  # average number of processes that are ready to run but have no processor
 _ALONE = "measure while no other program runs"
 # NVML's bits for slowed clocks: hardware slowdown, software thermal, hardware thermal, power brake.
@@ -173,7 +173,8 @@ class MachineWatch:
 
 
 def _waited(spans: list[tuple[_Reading, _Reading]]) -> float | None:
-    """The share of the time for which the process was ready but waited; None if unknown."""
+    """Return the share of the time that the process was ready to run but waited for a processor;
+    None if unknown."""
     wall = sum(b.wall - a.wall for a, b in spans)
     if wall < _SHORTEST / 2 or not all(a.waited and b.waited for a, b in spans):
         return None
@@ -201,8 +202,8 @@ def _throttled(spans: list[tuple[_Reading, _Reading]], wall: float) -> list[Noti
 
 
 def _waited_seconds(*, all_threads: bool) -> dict[int, float]:
-    """The seconds for which the main thread, or each thread, was ready but waited for a
-    processor."""
+    """Return for how many seconds each thread was ready to run but waited for a processor, by
+    thread id. Without `all_threads`, only the main thread is included."""
     threads = [os.getpid()]
     with suppress(OSError):
         threads = [int(t) for t in os.listdir("/proc/self/task")] if all_threads else threads
@@ -211,7 +212,8 @@ def _waited_seconds(*, all_threads: bool) -> dict[int, float]:
 
 
 def _runnable() -> int | None:
-    """The number of runnable processes and threads on the machine, running ones included."""
+    """Return the number of runnable processes and threads on the machine, including running ones;
+    None if unknown."""
     fields = _text("/proc/loadavg").split()
     count = fields[3].partition("/")[0] if len(fields) > 3 else ""
     return int(count) if count.isdigit() else None
@@ -236,7 +238,7 @@ def _text(path: str) -> str:
 
 
 def _nvml_device(device: Any) -> Any:
-    """NVML's handle of a device; None without pynvml."""
+    """Return the NVML handle of a device; None if pynvml is missing or fails."""
     with suppress(Exception):
         import pynvml
         import torch

@@ -31,7 +31,9 @@ class Watcher:
 
     def begin(self, what: Any) -> None:
         """Handle the start of a stage of a sweep, or of a pair of TP degrees in a comparison.
-        what: the stage's name, or the pair."""
+
+        what: the stage's name, or the pair.
+        """
 
     def told(self, line: str) -> None:
         """Handle a message that comes while nothing is measured."""
@@ -114,8 +116,8 @@ class MeasuringLoop:
         return self.session_of(key).run(requests(job), key.k, params, on_round)
 
     def _repeat(self, job: Job, key: Key, taken: dict[int, list[Finished]]) -> None:
-        """Run one repeat of a point. taken: the results of all repeats so far, by prompt; this one
-        is added."""
+        """Run one repeat of a point and add its results to `taken`, which holds those of all
+        repeats by prompt. Keep the samples of the prompts whose repeats are complete."""
         categories = {p.index: p.category for p in job.prompts}
         limit = job.plan.params.max_new_tokens
 
@@ -176,7 +178,7 @@ def sample_of(
 
 
 def _served_fields(runs: Sequence[Served]) -> dict[str, Any]:
-    """Make the sample fields that only servers have from the answers in all repeats."""
+    """Compute the sample fields that exist only for servers, from the answers in all repeats."""
     first = runs[0]
     return {
         "engine": first.engine,

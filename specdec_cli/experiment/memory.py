@@ -66,7 +66,7 @@ class Profile:
         return cache_need(self.plan, self.context)
 
     def capacity(self, num_blocks: int) -> dict[str, int]:
-        """The capacity of a cache with `num_blocks` blocks. Block 0 holds no tokens."""
+        """Return the capacity of a cache with `num_blocks` blocks. Block 0 holds no tokens."""
         usable = max(0, num_blocks - 1)
         return {
             "num_blocks": num_blocks,
@@ -88,9 +88,10 @@ def measure_blocks(
     on_stage: Callable[[str], None],
     expect: Callable[[int], None],
 ) -> Profile:
-    """Load both models and run the largest passes that the recipe allows. Every rank calls this.
+    """Measure the memory of every rank: load the models and run the largest passes that the recipe
+    allows. Every rank calls this.
 
-    Raises `SetupError` if even the smallest cache does not fit. The error tells the sizes.
+    Raises `SetupError`, with the sizes, if even the smallest cache does not fit.
     """
     tokens = _context(planned, prompts, context)
     expect(len(planned.held) + 1)
@@ -122,8 +123,7 @@ class Estimator:
     _describe: Describe = field(default_factory=lambda: functools.cache(describe))
 
     def estimate(self, recipe: Recipe, prompts: list[Prompt], room: Room | None) -> Profile:
-        """Estimate a profile. Raises `SetupError` or `UsageError` in the cases in which the run
-        itself would."""
+        """Estimate a profile. Raises `SetupError` or `UsageError` whenever the run itself would."""
         device, machine = _machine(recipe, room)
         plans = plan_all_ranks(recipe, self.permissions, device, self._describe)
         tokens = _context(plans[0], prompts, self.context)
@@ -204,7 +204,7 @@ def point(recipe: Recipe, profile: Profile) -> dict[str, Any]:
 
 
 def settings(recipe: Recipe) -> dict[str, Any]:
-    """The settings that distinguish the points of an estimate."""
+    """Return the settings that distinguish the points of an estimate."""
     return {
         "draft_tp": recipe.draft.tensor_parallel_size if recipe.draft is not None else None,
         "block_size": recipe.cache.block_size,
@@ -219,8 +219,8 @@ def _rank(rank: RankMemory, split: Split) -> dict[str, Any]:
 
 
 def _context(planned: Plan, prompts: list[Prompt], wanted: int | None) -> int:
-    """Return the length of a sequence: the option's value if given, else the length of the longest
-    prompt with its output, else the model's limit."""
+    """Return the sequence length, in tokens, to compute the memory for. This is `wanted` if given,
+    else the length of the longest prompt with its output, or the model's limit without prompts."""
     recipe, most = planned.recipe, planned.max_model_len
     if wanted is not None:
         if wanted > most:
@@ -269,8 +269,8 @@ def _advice(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
 
 
 def _more_room(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
-    """List changes to the recipe that would make the batch fit if the memory has too few blocks for
-    it."""
+    """List changes to the recipe, each of which would make a batch fit that needs more blocks than
+    the memory holds."""
     need, split, planned = profile.need, profile.split, profile.plan
     found = []
     if batch := profile.capacity(split.num_blocks)["max_sequences"]:
@@ -339,8 +339,10 @@ def _draft_cost(profile: Profile) -> dict[str, Any] | None:
 
 
 def _with_draft(profile: Profile, shares: Sequence[tuple[int, int]]) -> Split:
-    """Return the ranks' memory for a different draft. shares: the bytes of its weights and of its
-    blocks on each rank."""
+    """Return the ranks' memory with a different draft.
+
+    shares: for each rank, the bytes of the draft's weights and those of one of its cache blocks.
+    """
     on_gpu = profile.plan.device.type == "cuda"
     ranks = []
     for rank, (weights, block) in zip(profile.split.ranks, shares, strict=True):
@@ -362,7 +364,7 @@ def memory_cost(
     """Compute the memory that a plan's draft adds to its target, on a rank that holds shards of
     both.
 
-    where: the record of the run's environment, which tells the GPU's memory.
+    where: the record of the run's environment, which includes the GPU's memory.
     pair: the tensor-parallel degrees in a comparison; None to use the plan's own degrees.
     """
     target, draft = plan.target, plan.draft

@@ -33,8 +33,11 @@ DISTURBED_BEYOND = "the times were disturbed so much that no speculation could e
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The status of a point without metrics, and the reason. code: the command's exit code if every
-    point failed in this way.
+    """The reason why a point has no metrics.
+
+    status: the status of the point.
+    reason: the reason, as a message.
+    code: the command's exit code if every point failed in this way.
     """
 
     status: Literal["failed", "oom", "skipped"]
@@ -82,8 +85,11 @@ def arm_points(
 def measured(
     key: Key, samples: Samples, baseline: Samples, failure: Failure | None, seed: int
 ) -> dict[str, Any]:
-    """Compute the measured fields of a `Point`. baseline: samples of the same prompts at k = 0.
-    failure: the failure of a point without metrics; None otherwise.
+    """Compute the measured fields of a `Point`.
+
+    samples: the point's samples.
+    baseline: samples of the same prompts at k = 0.
+    failure: why the point has no metrics; None if it was measured.
     """
     usable = without_errors(samples)
     if failure is None and not usable:
@@ -116,7 +122,8 @@ def measured(
 
 
 def error_of(points: Sequence[Point], code: ExitCode) -> dict[str, Any]:
-    """The document's `error` if `code` says that no point was measured; otherwise empty."""
+    """Build the document's `error` if `code` says that no point was measured. Otherwise return an
+    empty dict."""
     if code not in (ExitCode.RUN_FAILED, ExitCode.USAGE, ExitCode.ENVIRONMENT):
         return {}
     reason = next((p.reason for p in points if p.status in ("failed", "oom")), "")
@@ -128,7 +135,8 @@ def error_of(points: Sequence[Point], code: ExitCode) -> dict[str, Any]:
 def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
     """Compute the metrics of one point. Times are means over repeats.
 
-    `num_rounds` is the sum of the sequences' shares in engine rounds, rounded.
+    A round serves a whole batch, and each sample records its share of it. `num_rounds` is the sum
+    of these shares, rounded.
     """
     done = [s for s in samples if s.could_run]
     if any(s.engine is not None for s in done):
@@ -201,20 +209,20 @@ def _gain(faster: SumRatio | None, k: int, seed: int, most: float) -> dict[str, 
 
 
 def is_impossible(faster: float, most: float) -> bool:
-    """Return True if a speed-up is more than `most` tokens per round allow; False for NaN."""
+    """Return True if a speed-up is larger than `most` tokens per round allow; False for NaN."""
     return bool(faster > _BEYOND * most)
 
 
 def most_speedup(samples: Samples) -> float:
-    """The mean number of tokens per round over all rounds, which no speed-up exceeds."""
+    """Return the mean number of tokens per round over all rounds. No speed-up exceeds it."""
     rounds = sum(s.num_rounds for s in samples.values())
     return sum(s.decoded_tokens for s in samples.values()) / rounds if rounds else float("inf")
 
 
 def _break_even(samples: Samples, baseline: Samples, k: int, seed: int) -> BreakEven | None:
     """Compute the acceptance at which a point is as fast as plain decoding, over the prompts that
-    were measured both here and at k = 0. Return None for k = 0, without such prompts, and if the
-    ratio of costs is not finite."""
+    were measured both here and at k = 0. Return None if k is 0, if there are no such prompts, or
+    if the ratio of costs is not finite."""
     common = sorted(samples.keys() & baseline.keys())
     if k == 0 or not common:
         return None
@@ -233,12 +241,12 @@ def _break_even(samples: Samples, baseline: Samples, k: int, seed: int) -> Break
 
 
 def _length_interval(samples: Samples, mean: float | None, k: int, seed: int) -> list[float] | None:
-    """Compute the 95 % interval of a point's mean acceptance length, clipped to 1 to k + 1. Return
-    None without rounds with proposals, and for too few prompts.
+    """Compute the 95 % interval of a point's mean acceptance length, clipped to the range from 1
+    to k + 1. Return None if no round had proposals, or if there are too few prompts.
 
-    `stats.interval` returns None if all prompts are alike, because times that are alike come from
-    one shared batch. Acceptance is counted for each prompt separately, so here the result is an
-    interval of width 0.
+    If all prompts have equal values, `stats.interval` returns None, because equal times suggest
+    that all prompts shared one batch. Acceptance is counted for each prompt separately, so here
+    equal values give an interval of width 0.
 
     mean: the point's mean length, from which the samples' mean may differ by rounding. The interval
     includes it.

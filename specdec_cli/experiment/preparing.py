@@ -35,7 +35,10 @@ def with_weights(section: dict[str, Any], plan: Prepared, role: str) -> dict[str
 def common_settings(
     recipe: Recipe, job: Job, roles: Sequence[str] = ("target", "draft")
 ) -> dict[str, Any]:
-    """The fields of `RunSettings`. roles: the models whose sections get fingerprints of weights."""
+    """Build the fields of `RunSettings`.
+
+    roles: the models whose sections get fingerprints of their weights.
+    """
     values = recipe.model_dump(mode="json")
     del values["data"], values["run"]["batch_size"], values["run"]["device"]
     if recipe.engine.kind == "native":
@@ -60,11 +63,11 @@ def warnings_of_job(job: Job, chat: str) -> list[Notice]:
     - few threads
     - a cache dtype that changes the text
     - sampling settings other than those that the target recommends
-    - prompts that get the first token twice
-    - a chat template that is not used, although the user did not decide so
+    - prompts in which the first token (BOS) occurs twice
+    - a chat template that is not used, although the user did not choose plain text
     - template values that the template never reads
 
-    chat: the value of `data.chat`. With `auto`, the user decided nothing.
+    chat: the value of `data.chat`. With `auto`, the user chose nothing.
     """
     tokenizer, count, found = job.plan.tokenizer, len(job.prompts), other_sampling(job.plan)
     if job.plan.few_threads is not None:
@@ -112,8 +115,8 @@ def warnings_of_job(job: Job, chat: str) -> list[Notice]:
 
 
 def other_sampling(plan: Prepared) -> list[Notice]:
-    """A warning if the target's generation_config.json asks for sampling different from the run's,
-    or for unsupported settings."""
+    """Return a warning if the target's generation_config.json recommends sampling settings that are
+    unsupported or differ from the run's."""
     stored, params = plan.generation_config, plan.params
     asked, others = recommended(stored), unsupported(stored)
     used = {key: getattr(params, key) for key in asked}
@@ -134,8 +137,8 @@ def other_sampling(plan: Prepared) -> list[Notice]:
 
 
 def unlisted_end(job: Job, outputs: Sequence[Output]) -> list[Notice]:
-    """A warning if texts reached max_new_tokens and the tokenizer's end token is not among the
-    end-of-text tokens."""
+    """Return a warning if texts reached max_new_tokens and the tokenizer's end token is not among
+    the end-of-text tokens."""
     end, plan = job.plan.tokenizer.end_token, job.plan
     long = sum(out.finish_reason == "length" for out in outputs)
     if end is None or not long or plan.params.ignore_eos or end[0] in plan.eos_ids:
@@ -149,7 +152,7 @@ def unlisted_end(job: Job, outputs: Sequence[Output]) -> list[Notice]:
 
 
 def looped(job: Job, outputs: Sequence[Output]) -> list[Notice]:
-    """A warning if texts end in a loop, which drafts predict easily."""
+    """Return a warning if texts end in a loop, which drafts predict unusually well."""
     plan = job.plan
     found = sum(out.finish_reason == "length" and _ends_in_loop(out.token_ids) for out in outputs)
     is_greedy = plan.params.temperature == 0

@@ -8,8 +8,8 @@ from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.records import Key, Sample, given
 from specdec_cli.experiment.folders.samples import Samples
 
-# The sources of acceptance, from the least to the most detailed. A point has the least detailed
-# source of its samples.
+# Where acceptance counts come from, from the least to the most detailed source. A point's source is
+# the least detailed one among those of its samples.
 _SOURCES = (None, "counters", "chunks", "per_request")
 _REMARKS = {
     "usage_differs": "the server's usage counts other tokens than the ids that it sent: ids count "
@@ -32,7 +32,7 @@ _REMARKS = {
 
 
 def engine_of(samples: Iterable[Sample]) -> EngineFacts | None:
-    """The facts about a point's server; None for our own engine."""
+    """Return the facts about a point's server; None for the native engine."""
     found = [s.engine for s in samples if s.engine is not None]
     if not found:
         return None
@@ -41,8 +41,11 @@ def engine_of(samples: Iterable[Sample]) -> EngineFacts | None:
 
 
 def engine_fields(samples: Collection[Sample]) -> dict[str, Any]:
-    """The fields of a `Point` that only servers' points have. samples: the point's samples,
-    including failed ones."""
+    """Compute the fields of a `Point` that exist only for servers. Return an empty dict for the
+    native engine.
+
+    samples: the point's samples, including failed ones.
+    """
     engine = engine_of(s for s in samples if s.could_run)
     if engine is None and (asked := engine_of(samples)) is not None:
         engine = asked.model_copy(update={"acceptance_source": None})

@@ -67,13 +67,13 @@ class RunSettings:
         return is_given(self.recipe["speculation"]["acceptance"])
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the settings in the form in which JSON returns them, with lists instead of
+        """Return the settings as they are when read back from JSON: with lists instead of
         tuples."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return found
 
     def in_document(self) -> dict[str, Any]:
-        """The settings as documents show them, with their hash."""
+        """Return the settings and their hash, for a JSON document."""
         return self.as_dict() | {"settings_hash": self.digest}
 
     def misfit_in(self, record: Record, **known: Collection[Any]) -> str | None:
@@ -101,8 +101,10 @@ def opened(
     """Open a run's folder: a new one or, with `resume`, an existing one with the same settings.
 
     load: a function that reads an existing folder and returns whether anything is left to measure.
-    notices: warnings to keep in a new folder. own_prompts: as for `RunFolder.create`. Raises
-    `UsageError` if the folder holds a run with other settings, or of another command.
+    notices: warnings to keep in a new folder.
+    own_prompts: as for `RunFolder.create`.
+
+    Raises `UsageError` if the folder's run has different settings or belongs to another command.
     """
     if not resume or not (path / SETTINGS).exists():
         folder = RunFolder.create(path, recipe, where, own_prompts)
@@ -138,7 +140,7 @@ def write_settings(folder: RunFolder, settings: RunSettings, warnings: Sequence[
 
 
 def kept_settings(path: Path, kind: type[RunSettings]) -> dict[str, Any]:
-    """Read the settings in a run's folder; empty if the run is not of this kind.
+    """Read the settings in a run's folder. Return an empty dict if the run is of another kind.
 
     Raises `SetupError` if the settings are damaged, and the errors of `read_settings_file`.
     """
@@ -157,14 +159,14 @@ def kept_settings(path: Path, kind: type[RunSettings]) -> dict[str, Any]:
 
 
 def read_warnings(path: Path) -> list[Notice]:
-    """The warnings recorded by the runs in a folder."""
+    """Read the warnings that the runs in a folder recorded."""
     found = read_settings_file(path).get("warnings")
     listed = found if isinstance(found, list) else []
     return [Notice.read(one) for one in listed if isinstance(one, dict)]
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
-    """The content of settings.json. Raises `UsageError` if the file is missing or from a different
+    """Read settings.json. Raises `UsageError` if the file is missing or has a different format
     version, and `SetupError` if it cannot be read."""
     try:
         found = json.loads((path / SETTINGS).read_text(encoding="utf-8"))
@@ -182,7 +184,7 @@ def read_settings_file(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file; None if it cannot be read."""
+    """Read a JSON file. Return None if it cannot be read or is not valid JSON."""
     try:
         return json_of(path.read_bytes())
     except OSError:
@@ -190,7 +192,7 @@ def read_json(path: Path) -> Any:
 
 
 def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Raise `OtherSettings` if a folder's settings differ from ours."""
+    """Raise `OtherSettings` if a folder's settings, `theirs`, differ from this run's, `ours`."""
 
     def error(typed: Collection[str]) -> OtherSettings | None:
         if (found := settings_difference(theirs, ours, typed)) is None:
@@ -250,8 +252,11 @@ def unsaid(found: Iterable[Notice], said: Iterable[Notice]) -> list[Notice]:
 
 
 def earlier_environment(path: Path, where: dict[str, Any]) -> dict[str, Any]:
-    """Return the environment in a folder's summary or, without a summary, the one recorded at the
-    run's start, or else `where`."""
+    """Return the environment in which a folder's samples were measured.
+
+    It is read from summary.json, or else from environment.json, which is written when the run
+    starts. If neither can be read, the result is `where`.
+    """
     summary = read_json(path / "summary.json")
     measured = summary.get("environment") if isinstance(summary, dict) else None
     found = measured, read_json(path / "environment.json"), where
@@ -262,7 +267,8 @@ Document = dict[str, Any]
 
 
 def first_difference(ours: Any, theirs: Any) -> tuple[str, Any, Any] | None:
-    """Find the first dotted key at which two documents differ, with both values."""
+    """Find the first dotted key at which two documents differ. Return it with both values, or None
+    if the documents are equal."""
     return next(differences(ours, theirs), None)
 
 
@@ -280,8 +286,9 @@ def differences(ours: Any, theirs: Any, key: str = "") -> Iterator[tuple[str, An
 class Difference:
     """A key at which two settings differ, with both values.
 
-    same_name: whether one name stands for two models. same_model: whether two names stand for one
-    model. others: further keys that differ, or their sections.
+    same_name: whether both settings name the same model, but with different weights.
+    same_model: whether both settings name the same model differently.
+    others: further keys that differ, or the sections that contain them.
     """
 
     key: str
@@ -303,9 +310,9 @@ _MOST_OTHERS = 4
 def settings_difference(
     there: Document, now: Document, typed: Collection[str] = ()
 ) -> Difference | None:
-    """Find the first difference between two settings; None if they are equal.
+    """Find the first difference between the settings of two runs. Return None if they are equal.
 
-    typed: keys or sections that the user typed; differences in them come first.
+    typed: keys or sections that the user gave explicitly. Differences in them are found first.
 
     Two models with equal weight fingerprints are the same model, whatever their names. If a
     fingerprint is missing, the names are compared. Names of drafts are always compared, because
@@ -334,8 +341,8 @@ def settings_difference(
     names = there.get("drafts"), now.get("drafts")
     if key == "recipe.drafts" and names[0] != names[1]:
         key, was, is_now = "recipe.drafts", *names
-    # The sections of the drafts, with weight fingerprints, were compared too. If only the names
-    # differ, two names stand for one model.
+    # Names of drafts with equal weights were made equal in the recipe's sections. So if the labels
+    # in `draft` or `drafts` differ but these sections do not, two names stand for one model.
     same_model = key in ("draft", "drafts") and not any(
         one[0].startswith("recipe.draft") for one in found
     )

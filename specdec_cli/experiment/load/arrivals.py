@@ -18,7 +18,7 @@ from specdec_cli.core.figures import Rate
 from specdec_cli.recipe.objectives import objective
 
 KINDS = "poisson, constant, gamma:SHAPE or a file of due times"
-MEASURED, BEFORE = 0, 1  # streams of random numbers
+MEASURED, BEFORE = 0, 1  # random streams: of the measured requests, and of those before
 _CHUNK = 256
 
 
@@ -38,13 +38,13 @@ class Process:
 
     @property
     def own_rate(self) -> float | None:
-        """The mean rate of a file's due times; None without a file."""
+        """The mean rate of a file's due times, in requests per second; None without a file."""
         span = self.times[-1] - self.times[0] if self.times else 0.0
         return (len(self.times) - 1) / span if span else None
 
 
 def process_of(text: str) -> Process:
-    """Parse the arrival process of a recipe. Raises ValueError with the reason."""
+    """Parse the arrival process of a recipe. Raises ValueError with the reason if it is invalid."""
     if text in ("poisson", "constant"):
         return Process("gamma" if text == "poisson" else "constant")
     name, colon, number = text.partition(":")
@@ -101,7 +101,7 @@ def gaps(process: Process, rate: Rate, seed: int, stream: int) -> Iterator[float
     elif process.kind == "file":
         times = process.times
         mean = (times[-1] - times[0]) / (len(times) - 1)
-        yield min(times[0], mean)  # clocks begin anywhere
+        yield min(times[0], mean)  # the times in a file may start at any value
         yield from cycle([*(after - before for before, after in pairwise(times)), mean])
     else:
         key = int(np.float64(rate).view(np.uint64))

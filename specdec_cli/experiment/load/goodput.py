@@ -14,23 +14,25 @@ from specdec_cli.experiment.statistics.stats import student
 
 FEWEST = 16  # minimum number of requests for an interval
 _FEWEST_BLOCKS, _MOST_BLOCKS = 8, 20
-_LONG = 200  # a larger block is split into more blocks
+_LONG = 200  # more than the fewest blocks are used only if each has this many requests
 _MOST_LIKENESS = 0.8
-# Chosen on simulated servers; `scripts/proofs/load.py` shows the coverage on these and on others.
-# How many requests that fail the objectives the shortest allowed window (crowding 1) may miss by
-# chance, as a multiple of its requests.
+# The constants below were tuned on simulated servers. `scripts/proofs/load.py` measures the
+# coverage of the intervals on these servers and on others.
+# The lower end assumes that the shortest allowed window (crowding 1) missed some failing requests
+# by chance: this many for each of its requests.
 _MISSED = 6.0
-# Factors of Student's t at the upper end: `_UPPER` in long windows, falling by `_LESS` in the
-# shortest. The upper end can be this close because the lower end is rarely above the true share,
-# and the more rarely the shorter the window is.
+# At the upper end, Student's t is multiplied by `_UPPER` in long windows, and by `_UPPER - _LESS`
+# in the shortest. Factors below 1 are possible because the lower end rarely exceeds the true share,
+# and even more rarely in short windows, so that most of the allowed 5 % of misses are left to the
+# upper end.
 _UPPER, _LESS = 0.92, 0.25
 
 
 def meets(objectives: Mapping[str, float], latencies: Mapping[str, float | None]) -> bool:
-    """True if an answered request meets every objective. Objectives and latencies are in
-    milliseconds, by name.
+    """Return True if an answered request meets every objective. Objectives and latencies
+    are in milliseconds, by name.
 
-    A request fails an objective whose figure is missing. The exception is `tpot_ms`, which is
+    A request fails an objective whose latency is missing. The exception is `tpot_ms`, which is
     undefined for a text of one token.
     """
     return all(
@@ -40,8 +42,8 @@ def meets(objectives: Mapping[str, float], latencies: Mapping[str, float | None]
 
 
 def blocks(count: int) -> list[slice]:
-    """8 to 20 blocks of consecutive requests, whose sizes differ by at most one. The list is empty
-    for fewer than 16 requests."""
+    """Split `count` requests into 8 to 20 blocks of consecutive ones, whose sizes differ by at most
+    one. Return an empty list for fewer than 16 requests."""
     if count < FEWEST:
         return []
     number = min(_MOST_BLOCKS, max(_FEWEST_BLOCKS, count // _LONG))
@@ -50,7 +52,7 @@ def blocks(count: int) -> list[slice]:
 
 
 def block_means(values: Sequence[float]) -> list[float]:
-    """The mean of each block; empty for too few requests."""
+    """Return the mean of the values in each block; an empty list for too few requests."""
     return [float(np.mean(values[block])) for block in blocks(len(values))]
 
 
@@ -58,8 +60,8 @@ def mean_interval(means: Sequence[float]) -> list[float] | None:
     """Return Student's 95 % interval of the mean over blocks; None without blocks.
 
     The interval is widened to allow for the correlation of neighbouring blocks, which are modelled
-    as a first-order autoregressive process. The estimated correlation is too low by 1 / blocks on
-    average (Kendall 1954), so that much is added to it.
+    as a first-order autoregressive process. The estimated correlation is on average too low by
+    1 / (number of blocks) (Kendall 1954), so that much is added to it.
     """
     if len(means) < _FEWEST_BLOCKS:
         return None
@@ -68,7 +70,7 @@ def mean_interval(means: Sequence[float]) -> list[float] | None:
 
 
 def _reach(means: Sequence[float]) -> float:
-    """Half the width of the interval that `mean_interval` returns."""
+    """Return half the width of the interval that `mean_interval` computes."""
     count, away = len(means), np.asarray(means, float) - np.mean(means)
     if not (spread := float(away @ away)):
         return 0.0
@@ -82,8 +84,9 @@ def ratio_interval(one: Sequence[float], other: Sequence[float]) -> list[float] 
     """Return the 95 % interval of the ratio of two means over the same requests, such as their
     times at two k. Return None for too few requests.
 
-    Near its estimate, the logarithm of the ratio changes like the difference of the two values,
-    each divided by its mean. The interval is computed from the block means of that difference.
+    To first order, the logarithm of the ratio varies like the mean of the difference `one[i] /
+    mean(one) - other[i] / mean(other)`. The interval is computed from the block means of that
+    difference.
     """
     if len(one) < FEWEST:
         return None
@@ -94,8 +97,8 @@ def ratio_interval(one: Sequence[float], other: Sequence[float]) -> list[float] 
 
 
 def share_interval(met: Sequence[bool], crowding: float = 0.0) -> list[float] | None:
-    """Return the 95 % interval of the share of requests that meet the objectives, within 0 and 1.
-    Return None if there are too few requests, or if `crowding` exceeds 1.
+    """Return the 95 % interval of the share of requests that meet the objectives, clipped
+    to 0 to 1. Return None if there are too few requests, or if `crowding` exceeds 1.
 
     met: for each request, in order of arrival, whether it met the objectives.
     crowding: the result of `measuring.crowding`.
@@ -116,12 +119,14 @@ def share_interval(met: Sequence[bool], crowding: float = 0.0) -> list[float] | 
     reach = student(freedom)
     low, _ = _wilson(share / (1 + _MISSED * crowding**2), size, reach)
     _, high = _wilson(share, size, (_UPPER - _LESS * crowding) * reach)
-    return [low, max(share, high)]  # rounding takes the end of a share of 1 below 1
+    return [low, max(share, high)]  # for a share of 1, rounding may put `high` below 1
 
 
 def _wilson(share: float, size: float, reach: float) -> tuple[float, float]:
-    """Wilson's interval for a share of `size` independent requests. reach: the half-width in
-    standard errors."""
+    """Compute Wilson's interval for a share of `size` independent requests.
+
+    reach: the half-width in standard errors.
+    """
     rare = reach**2 / size
     middle = (share + rare / 2) / (1 + rare)
     half = (rare * (share * (1 - share) + rare / 4)) ** 0.5 / (1 + rare)

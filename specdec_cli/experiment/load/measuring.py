@@ -29,8 +29,9 @@ from specdec_cli.experiment.load.arrivals import (
 from specdec_cli.experiment.load.goodput import FEWEST
 from specdec_cli.experiment.measure import sample_of
 
-# An interval of goodput needs this many requests for each request that is in flight on average. The
-# second value is multiplied by the squared correlation of latencies and requests in flight.
+# For each request that is in flight on average, an interval of goodput needs
+# `_NEEDED + _FOLLOWING * r**2` requests, where r is the correlation of latencies with the number of
+# requests in flight.
 _NEEDED, _FOLLOWING = 10.0, 200.0
 
 
@@ -53,7 +54,8 @@ def crowding(latencies: Iterable[Sequence[float | None]], under_way: Sequence[in
 
 
 def _correlation(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> float:
-    """The correlation over entries where both values are known; 0 if either is constant."""
+    """Return the correlation over the entries where `one` is known; 0 if either is constant
+    there."""
     known = np.isfinite(one)
     one, other = one[known], other[known]
     spread = float(one.std() * other.std()) if len(one) else 0.0
@@ -104,8 +106,12 @@ def stretch_of(
 
 
 def in_flight(due: Sequence[float], done: Sequence[float], at: Sequence[float]) -> list[int]:
-    """The number of requests under way at each time in `at`: those due by then and not yet
-    answered. done: the times of the answers; infinity for requests that never end."""
+    """Count the requests in flight at each time in `at`: those that were due by then but not yet
+    answered.
+
+    due: when each request was due.
+    done: when each request was answered; infinity if it never was.
+    """
     times = np.asarray(at, float)
     arrived, answered = (
         np.searchsorted(np.sort(np.asarray(of, float)), times, side="right") for of in (due, done)
@@ -119,9 +125,9 @@ def is_overloaded(under_way: Sequence[int], num_answered: int) -> bool:
     under_way: the number of requests in flight at each measured arrival, in order.
     num_answered: the number of answers within the window.
 
-    The mean number in flight must grow from the first third of arrivals to the last by two
-    requests, by a fifth, and by two standard errors of block means. It must also grow from the
-    second third to the last, because after a short burst it would fall again.
+    The mean number in flight must grow from the first third of arrivals to the last by at
+    least two requests, at least a fifth, and more than two standard errors of block means. It must
+    also grow from the second third to the last, because after a short burst it would fall again.
 
     Queue lengths in a row are correlated, which makes these standard errors too small. A second
     sign is therefore required: fewer than 95 % of the requests are answered within the window, and
@@ -146,7 +152,7 @@ def is_overloaded(under_way: Sequence[int], num_answered: int) -> bool:
     )
 
 
-_BEFORE = 10  # for this many measured requests, at least one arrives before the window
+_BEFORE = 10  # at least one request before the window for every `_BEFORE` measured ones
 
 
 @dataclass(slots=True, eq=False)
@@ -157,8 +163,8 @@ class Stream:
     They arrive in three phases:
     - Before the window, to fill the queue. This phase ends once all requests that were under way at
       the first answer are answered. It has at least a tenth as many requests as the window, and at
-      most as many, unless even the first answer takes longer.
-    - The measured window. The gaps between its requests are the same in every stream of a rate.
+      most as many, unless the first answer takes even longer.
+    - The measured window. The gaps between its requests are the same in every stream at this rate.
     - After the window, to keep up the load until all measured requests are answered. This phase has
       at most as many requests as the window.
     At the rate inf, only the measured requests arrive.
@@ -234,7 +240,7 @@ def measure_at_rate(
     """Measure requests that arrive at the key's rate. Every rank calls this.
 
     Return the point's samples, the record of its window, and the seconds spent in rounds and
-    prefill passes, also for requests that are not measured.
+    prefill passes, including those of requests that are not measured.
     """
     assert key.request_rate is not None
     repeats, params = job.plan.recipe.run.repeats, job.plan.params
@@ -267,11 +273,11 @@ def measure_at_rate(
 
 
 def _with_common(sample: Sample, found: Sequence[Finished]) -> Sample:
-    """Add to a sample the acceptance that the server counted over all requests of the point, and
-    the remarks of all of them.
+    """Add to a sample what the answers to all requests of its point report: the acceptance that
+    the server counted, and the codes of warnings about the server.
 
-    Only one of the answers carries these counts. They include requests that are not measured, and
-    are added only if acceptance is known from counters alone, not from the rounds of each request.
+    Only one of the answers carries the counts. They include requests that are not measured, and are
+    added only if acceptance is known from counters alone, not from the rounds of each request.
     """
     served = [one.served for one in found if one.served is not None]
     remarks = sorted({code for one in served for code in one.remarks} - {*sample.remarks})
@@ -283,7 +289,10 @@ def _with_common(sample: Sample, found: Sequence[Finished]) -> Sample:
 
 
 def _from_due(own: Finished) -> dict[str, object]:
-    """A request's latencies counted from its due time, so that they include the wait for a slot."""
+    """Compute a request's latencies from its due time on, so that they include the wait for a slot.
+
+    `ttft_ms` and `e2el_ms` are lists, which are empty if the request failed or the time is unknown.
+    """
     lag = own.served.send_lag_ms if own.served is not None else None
     first, last = (
         [] if at is None or own.error is not None else [(at - own.arrived_at) * 1e3]

@@ -123,8 +123,8 @@ def _gain(own: Samples, plain: Samples) -> dict[str, Any]:
 def load_warnings(
     points: Sequence[Point], stretches: Mapping[Key, Mapping[int, Stretch]]
 ) -> list[Notice]:
-    """Warnings about servers that fell behind, windows too short for an interval, and late requests
-    from the client."""
+    """Return warnings about servers that fell behind, windows too short for an interval, and
+    requests that the client sent late."""
     found = []
     for point in points:
         if (load := point.load) is None or point.request_rate is None:
@@ -268,7 +268,7 @@ def _reason(
 
 def crossover(best: Mapping[Rate, Best]) -> Crossover:
     """Find the largest rate at which some k > 0 is recommended, and the smallest rate at which k =
-    0 is recommended. A k with an inconclusive verdict is no recommendation."""
+    0 is recommended. An inconclusive verdict does not count as a recommendation."""
     shown = [r for r, one in best.items() if r != "inf" and one.verdict != "inconclusive"]
     speculating = [rate for rate in shown if best[rate].k]
     plain = [rate for rate in shown if best[rate].k == 0]

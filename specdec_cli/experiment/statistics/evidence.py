@@ -1,4 +1,4 @@
-"""The verdict on a gain, and how much more to measure if it is inconclusive."""
+"""Decides whether a gain is real, and how much more to measure if that is inconclusive."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -21,8 +21,8 @@ def verdict_of(chosen: Ends, others: Iterable[Ends], *, is_disturbed: bool) -> V
     - "none" if, beyond chance, no point gains more than `NEGLIGIBLE`.
     - "inconclusive" otherwise, and always if the times were disturbed.
 
-    chosen: the interval of the chosen point's speed-up; None for plain decoding or without an
-    interval.
+    chosen: the interval of the chosen point's speed-up; None if that point is plain decoding or has
+    no interval.
     others: the intervals of all points with proposals.
     """
     if is_disturbed:
@@ -67,10 +67,11 @@ def needed_for(
 ) -> Needed:
     """Estimate how many prompts would settle whether a gain is real, with a chance of four in five.
 
-    They settle it by showing that the gain is above 1, or that it is at most negligible. They are
-    assumed to scatter like the measured prompts. If there are too few of those to estimate the
-    scatter, the result is the number of prompts needed for an estimate. If the interval excludes 1
-    and only disturbed times cast doubt on it, the same prompts have to be measured again.
+    The question is settled if the interval shows that the gain is above 1, or that it is at most
+    negligible. Further prompts are assumed to vary as much as the measured ones. If too few prompts
+    were measured to know how much they vary, the result is the number needed to estimate that. If
+    the interval excludes 1 and is in doubt only because the times were disturbed, the result is the
+    same number of prompts, to be measured again.
 
     ends: the gain's interval over the `count` prompts, which took `seconds` to measure.
     """
@@ -90,8 +91,8 @@ def needed_for(
 
 
 def needed_in_words(needed: Needed, count: int, *, is_disturbed: bool) -> str:
-    """Describe the needed measurement in words: `; about 60 prompts like these would decide, in
-    about 4 minutes`. count: the number of measured prompts."""
+    """Describe the needed measurement: `; about 60 prompts like these would decide, in about 4
+    minutes`. count: the number of measured prompts."""
     if needed.at_least:
         told = f"{counted(count, 'prompt')} cannot tell how many would decide: measure at least"
         return f"; {told} {needed.prompts:,}"
@@ -111,6 +112,6 @@ def minutes_in_words(minutes: float, *, is_quiet: bool) -> str:
 
 
 def rounded_up(count: int) -> int:
-    """Round a count up to two digits."""
+    """Round a count up to two significant digits."""
     unit = int(10 ** max(0, len(str(count)) - 2))
     return -(-count // unit) * unit

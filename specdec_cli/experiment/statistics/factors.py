@@ -2,8 +2,8 @@
 largest of several.
 
 A measured speed-up has one kind of observation: prompts. A prediction has two: the rounds of each
-prompt, and the costs of a round in each part of a time curve. This module knows nothing of engines
-and files.
+prompt, and the costs of a round in each part of a time curve, which is measured in several parts
+spread over the sweep. This module does not depend on engines or files.
 """
 
 from collections.abc import Sequence
@@ -41,12 +41,12 @@ class MidRatio:
         return MidRatio(both, self.powers + tuple(-p for p in other.powers))
 
     def interval(self) -> list[float] | None:
-        """The 95 % interval; None for fewer than two observations.
+        """Compute the 95 % interval; None for fewer than two observations.
 
         This is Yuen's interval for trimmed means (The two-sample trimmed t for unequal population
         variances, Biometrika 1974), applied to the logarithm with winsorised influence values and
-        Student's t. Below 8 observations nothing is trimmed, because trimming 4 would leave one
-        degree of freedom.
+        Student's t. Fewer than 8 observations are not trimmed: of 4, for example, trimming would
+        leave two, and so only one degree of freedom.
         """
         n = len(self.columns)
         if n < 2:
@@ -64,8 +64,8 @@ class MidRatio:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product of two independent quantities: one estimated over prompts, and one over the parts
-    of a time curve."""
+    """A product of two independent quantities: one estimated over prompts, and one over the
+    parts in which a time curve is measured."""
 
     prompts: SumRatio
     parts: MidRatio
@@ -79,7 +79,7 @@ class Product:
         return Product(self.prompts.over(other.prompts), self.parts.over(other.parts))
 
     def interval(self, seed: int) -> list[float] | None:
-        """The 95 % interval; None if one of the factors has none.
+        """Compute the 95 % interval; None if one of the factors has none.
 
         The distances from the factors' values to the ends of their intervals are combined on a
         logarithmic scale, by the root of the sum of squares (Zou and Donner, Construction of
@@ -100,12 +100,12 @@ Measure = SumRatio | Product
 
 
 def interval_of(measure: Measure, seed: int) -> list[float] | None:
-    """The 95 % interval of a measure of either kind."""
+    """Compute the 95 % interval of a measure of either kind; None if it has none."""
     return measure.interval(seed) if isinstance(measure, Product) else stats.interval(measure, seed)
 
 
 def midmean(values: Sequence[float] | Array) -> float:
-    """The mean without the lowest and highest quarter, which may be outliers."""
+    """Compute the mean without the lowest and the highest quarter, which may be outliers."""
     ordered = np.sort(np.asarray(values, float))
     cut = len(ordered) // 4
     return float(ordered[cut : len(ordered) - cut].mean())
@@ -113,8 +113,11 @@ def midmean(values: Sequence[float] | Array) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The ranking of several measures. best: the index of the largest one. tied: the indices of the
-    measures that do not differ from it at 95 %, itself included.
+    """The largest of several measures, and those tied with it.
+
+    best: the index of the largest measure.
+    tied: the indices of the measures that do not differ from the largest at 95 %, including its own
+    index.
     """
 
     best: int

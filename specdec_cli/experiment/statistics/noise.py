@@ -1,4 +1,4 @@
-"""Finds signs in a run's samples that something disturbed its times.
+"""Finds signs in a run's samples that something disturbed the measured times.
 
 Also finds outlying repeats, which are left out of the results. Only the run's records are read, so
 that merged and resumed runs are treated like any other run.
@@ -63,8 +63,8 @@ def seams_in(samples: Mapping[Key, Samples], earlier: Collection[int]) -> list[N
 def _drift(samples: Mapping[Key, Samples], earlier: Collection[int] = ()) -> list[Notice]:
     """Return a warning if rounds became slower or faster at some prompt and stayed so.
 
-    earlier: the prompts that were measured before the run was resumed, to look for a change only
-    there; empty to look everywhere.
+    earlier: the prompts that were measured before the run was resumed, to test only for a change at
+    that point; empty to test for a change at any prompt.
 
     Prompts are measured in the order of their indices, each at every point. The time of a round,
     divided by the median of its point and averaged over points, therefore shows the machine's speed
@@ -95,8 +95,8 @@ def _drift(samples: Mapping[Key, Samples], earlier: Collection[int] = ()) -> lis
     edge = max(2, count // 8)
     places = [seam] if earlier else range(edge, count - edge + 1)
     # `_CERTAIN` allows for choosing the largest change among many splits. If the split is fixed,
-    # fewer standard errors are enough; Student's t is larger for few prompts, whose error is
-    # uncertain.
+    # fewer standard errors are enough. Student's t makes their number larger for few prompts,
+    # because the estimate of the standard error is then uncertain.
     certain = 1.5 * stats.student(count - 3) if earlier else _CERTAIN
     splits = [(_step(speeds, lengths, split), split) for split in places]
     sure = [(abs(change) - certain * error, change, place) for (change, error), place in splits]
@@ -124,16 +124,16 @@ def _drift(samples: Mapping[Key, Samples], earlier: Collection[int] = ()) -> lis
 def _step(
     values: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], split: int
 ) -> tuple[float, float]:
-    """Estimate by how much the mean of `values` changes at index `split`, and the standard error of
-    that.
+    """Estimate by how much the mean of `values` changes at index `split`. Return the change and its
+    standard error.
 
     The step is fitted by least squares, together with a term proportional to `lengths`, so that the
     effect of text length does not count as a step. The lengths may all be equal.
     """
     after = (np.arange(len(values)) >= split).astype(float)
     known = np.stack((np.ones(len(values)), lengths - lengths.mean()), axis=1)
-    # Fit mean and lengths to the values, and to the step itself. Regressing the first residuals on
-    # the second gives the step's coefficient in the joint fit.
+    # Regress the values, and the step itself, on a constant and the lengths. Regressing the values'
+    # residuals on the step's then gives the step's coefficient in the joint fit.
     rest, own = (v - known @ np.linalg.lstsq(known, v, rcond=None)[0] for v in (values, after))
     weight = max(float(own @ own), 1e-9)
     change = float(own @ rest) / weight
@@ -268,7 +268,7 @@ _WEIGHT = 0.01  # outliers that lost less than this share of their point's time 
 # The share of repeats that may be outliers on an idle system; it was 0 to 1.4 % in those sweeps. If
 # they are independent, two repeats of a prompt are both outliers in 4 of 10,000 prompts.
 _SELDOM = 0.02
-_CHANCE = 0.001  # too many outliers: so many have less than this probability on an idle system
+_CHANCE = 0.001  # too many outliers: an idle system has as many with less than this probability
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,9 +288,10 @@ class Outliers:
     """The outliers among the repeats of several points.
 
     repeats: the number of repeats of all prompts.
-    disturbances: the number of outliers, where one that slows a whole batch counts once.
-    chances: the number of repeats, where those of one batch count once: how many disturbances were
-    possible.
+    disturbances: the number of outliers divided by the batch size, because a disturbance slows all
+    prompts of a batch.
+    chances: the number of repeats divided by the batch size, which is the number of times that a
+    disturbance could have occurred.
     seconds: the total time of each point's repeats.
     """
 
@@ -375,5 +376,5 @@ def off_points(points: Iterable[Point]) -> list[tuple[Point, float]]:
 
 
 def disturbances(warnings: Iterable[Notice]) -> list[Notice]:
-    """The warnings that rule out a significant result."""
+    """Return those warnings that rule out a significant result."""
     return [one for one in warnings if one.code in DISTURBED]

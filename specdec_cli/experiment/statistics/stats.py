@@ -66,7 +66,11 @@ class SumRatio:
 
 
 def mean_acceptance_length(accepted: Sequence[float], drafts: Sequence[float]) -> SumRatio:
-    """Return the measure 1 + accepted / drafts, from each prompt's counts."""
+    """Return the mean acceptance length, 1 + accepted / drafts, as a measure.
+
+    accepted, drafts: for each prompt, the number of accepted proposals, and the number of rounds
+    with proposals.
+    """
     a, d = np.asarray(accepted, float), np.asarray(drafts, float)
     return SumRatio(np.stack((a + d, d), axis=1), (1, -1))
 
@@ -91,7 +95,10 @@ def among_rounds(metrics: Metrics) -> str:
 
 
 def speed(tokens: Sequence[float], seconds: Sequence[float]) -> SumRatio:
-    """Return the measure tokens per second, from each prompt's tokens and its share of the time."""
+    """Return tokens per second as a measure.
+
+    tokens, seconds: the number of tokens of each prompt, and its share of the time.
+    """
     return SumRatio(np.stack((np.asarray(tokens, float), np.asarray(seconds, float)), 1), (1, -1))
 
 
@@ -128,8 +135,11 @@ def interval(measure: SumRatio, seed: int = 0, resamples: int = RESAMPLES) -> li
 
 
 def _resamples(n: int, seed: int, resamples: int) -> Iterable[Counts]:
-    """Count how often each of the N prompts occurs in each resample. Returns uint16 arrays of N
-    columns, each small enough for memory; together they have a row for each resample."""
+    """Draw the resamples, and count how often each of the N prompts occurs in each of them.
+
+    Returns uint16 arrays with N columns and one row per resample. The rows are split into several
+    arrays to limit memory use.
+    """
     step = max(1, _CHUNK // n)
     if resamples <= step:
         return (_kept_resamples(n, seed, resamples),)
@@ -179,9 +189,13 @@ def student(freedom: int) -> float:
 
 
 def _error(x: Array, weights: Array, powers: Array) -> tuple[Array, Array]:
-    """Compute the logarithm of a measure and its linearised standard error in each of R resamples,
-    both [R]. x: the measure's columns [N, M]. weights: how often each prompt counts in each
-    resample, [R, N]. powers: [M]."""
+    """Compute the logarithm of a measure and its linearised standard error in each of R resamples.
+    Returns two arrays [R].
+
+    x: the measure's columns, [N, M].
+    weights: how often each prompt counts in each resample, [R, N].
+    powers: the measure's powers, [M].
+    """
     n = x.shape[0]
     means = weights @ x / n  # [R, M]
     with np.errstate(divide="ignore", invalid="ignore"):
