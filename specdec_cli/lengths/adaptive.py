@@ -9,7 +9,7 @@ from specdec_cli.lengths.base import LastRounds, LengthPolicy
 from specdec_cli.lengths.costs import RoundCosts
 from specdec_cli.recipe import SpeculationSection
 
-_PRIOR_ROUNDS = 1.0  # weight of the prior for a position's acceptance rate, in rounds
+_PRIOR_ROUNDS = 1.0  # a position's prior acceptance rate counts as much as this many rounds
 _PRIOR_RATE = 0.6
 # Each round counts this much relative to the next, newer round. A text's acceptance rate changes
 # within about ten rounds, so older rounds count less.

@@ -8,8 +8,8 @@ from specdec_cli.recipe.choices.registry import POLICIES
 
 
 def policy_of(speculation: SpeculationSection) -> LengthPolicy:
-    """Make the length policy that a recipe names. A plugin's policy is made by the plugin's
-    function, and any other by `from_recipe` in the module with the policy's name."""
+    """Make the length policy that a recipe names. If a plugin provides this policy, call the
+    plugin's function. Otherwise call `from_recipe` in the module with the policy's name."""
     name = speculation.length.policy
     make = POLICIES[name].code or import_module(f"specdec_cli.lengths.{name}").from_recipe
     made: LengthPolicy = make(speculation)

@@ -95,8 +95,8 @@ class Method:
 
 
 def text_bytes(size: RoundSize) -> MethodBytes:
-    """Estimate the memory of a method that has no model but looks up tokens in the texts. It keeps
-    the texts' ids on the device, as int32."""
+    """Estimate the memory of a method that has no model and looks up tokens in the texts instead.
+    The texts' token ids are kept on the device, as int32."""
     return MethodBytes(held=4 * size.batch_size * size.longest)
 
 

@@ -26,15 +26,15 @@ _SIZES = set(
     "n_head num_key_value_heads head_dim max_position_embeddings n_positions".split()
 )
 _SPREAD = (
-    "initializer_range"  # standard deviation of random weights, which transformers rarely checks
+    "initializer_range"  # the standard deviation for random weights; transformers rarely checks it
 )
 _MOST = {"layers": 1000, "experts": 10_000, "sizes": 2**40}
 
 
 def config_file(name: str, place: Path) -> dict[str, Any]:
-    """Return the contents of a folder's config.json. For a GGUF file, return only the number of
-    attention heads. Raises `SetupError` if the file is not a config, or has an impossible number;
-    the message then names the key.
+    """Return the contents of a folder's config.json. For a GGUF file, return a dict that has only
+    `num_attention_heads`. Raises `SetupError` if the file is not a config, or if a number in it is
+    impossible; the message then names the key.
     """
     if is_gguf(place):
         values = read_model(place).values

@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
 
 from specdec_cli.models.weights import Part, Read, WrongShape
 
-# Buffers that earlier versions of transformers stored and later ones compute.
+# Buffers that earlier versions of transformers saved in checkpoints. Later versions compute them.
 _NEVER_USED = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$")
 
 

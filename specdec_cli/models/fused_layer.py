@@ -342,7 +342,8 @@ def merged(parameters: list[torch.nn.Parameter], keep: bool = False) -> ops.Weig
 
 
 def _joined(parameters: list[StoredParameter]) -> ops.Stored:
-    """Join the stored weights of several parameters into one. The parameters become views of it."""
+    """Join the quantised weights of several parameters into one. The parameters become views of
+    it."""
     parts = [parameter.value for parameter in parameters if parameter.value is not None]
     whole, start = parts[0] if len(parts) == 1 else ops.Stored.joined(parts), 0
     for parameter in parameters:

@@ -82,7 +82,7 @@ def rope_settings(config: Any) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def probe(model: Any, name: str) -> list[LayerShape]:
-    """Run a pass on the meta device. Returns the cache shapes of the layers in order.
+    """Check a model by a pass on the meta device. Returns the cache shapes of the layers in order.
 
     Raises `Unsupported` unless each layer calls our attention once and nothing else mixes tokens.
     """

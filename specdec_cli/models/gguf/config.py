@@ -1,7 +1,8 @@
 """Make transformers' config for a model in a GGUF file.
 
-transformers' tables leave out keys that change a model's results: rotary scaling, sizes of heads
-and experts, softcaps and windows. This module reads these keys or refuses them.
+transformers has tables that map GGUF keys to config keys, but they leave out keys that change a
+model's results: rotary scaling, sizes of heads and experts, softcaps and windows. This module reads
+these keys, or refuses the model.
 """
 
 import math
