@@ -27,8 +27,9 @@ class ExitCode(IntEnum):
 class Notice:
     """A warning that accompanies results.
 
-    code: a name for scripts, such as few_prompts. message: one line. evidence: the figures behind
-    the warning.
+    code: a short name that scripts can test for, such as few_prompts.
+    message: one line of text.
+    evidence: the figures behind the warning.
     """
 
     code: str
@@ -56,7 +57,8 @@ class SpecdecError(Exception):
     """An error that is shown as one line. `message` says what is wrong and where; `hint` says what
     to do.
 
-    is_common: whether every rank of a run raises the same error, so that the message names no rank.
+    is_common: whether all ranks of a run raise the same error. If so, the message that the user
+        sees names no rank.
     """
 
     code: ExitCode = ExitCode.RUN_FAILED

@@ -47,7 +47,8 @@ class Plan:
     draft: the draft's description; None if no draft model proposes. It is set on every rank, also
         on ranks that hold no part of the draft, where `groups.draft` is None.
     groups: this rank's groups of ranks, for the target and for the draft.
-    compiled: the roles (`target`, `draft`) of the models whose padded passes are compiled.
+    compiled: the roles (`target`, `draft`) of the models whose padded passes are compiled. A padded
+        pass feeds the same number of tokens for every slot.
     few_threads: a notice that torch uses fewer threads than there are processors, because of other
         programs; None if there is nothing to report.
     """
@@ -70,8 +71,9 @@ class Plan:
 
     @property
     def proposer(self) -> str | None:
-        """The name of what proposes tokens in this recipe: the draft's name if the method uses the
-        recipe's draft, the method's name if it needs no draft, or None. It does not depend on k."""
+        """The name of the draft if the method uses the recipe's draft model, or else the name of
+        the method if it works without a draft. None if neither is the case. The name does not
+        depend on k."""
         method = self.recipe.speculation.method
         if weights_from(method) == "draft" and self.recipe.draft is not None:
             return self.recipe.draft.model
@@ -79,16 +81,16 @@ class Plan:
 
     @property
     def remark(self) -> str | None:
-        """The acceptance rule's remark on how it changes the output, to be shown with the run's
-        results. None without proposals, and in greedy decoding unless the rule draws random numbers
-        even then."""
+        """The acceptance rule's remark on how the rule changes the output, to be shown with the
+        run's results. None if the rule has no remark, if nothing is proposed, or if decoding is
+        greedy and the rule then draws no random numbers."""
         rule = rule_of(self.recipe.speculation)
         is_moot = self.params.is_greedy and not rule.draws_when_greedy
         return rule.remark if self.k and not is_moot else None
 
     @property
     def parallel(self) -> TensorParallel:
-        """This rank's place in the group of ranks over which the target is split."""
+        """This rank's position in the group of ranks over which the target is split."""
         assert self.groups.target is not None, "every rank holds a part of the target"
         return self.groups.target
 
@@ -128,12 +130,13 @@ class Plan:
 
     @property
     def stages(self) -> list[str]:
-        """The stages that `build` reports, in order."""
+        """The names of the start-up stages that `build` reports, in order. A model that is compiled
+        for two shapes is listed twice."""
         found = [f"loading the {m.spec.role}" for m in self.held]
         if self.device.type == "cuda":
             found.append("compiling kernels and capturing rounds")
-            # Passes over a single token are compiled separately from others. In plain decoding,
-            # they occur once only one sequence of a batch is left.
+            # Passes over a single token are compiled separately from others. In plain decoding, a
+            # pass over a batch has a single token only when one sequence of the batch is left.
             plain = self.k == 0 and self.recipe.run.batch_size > 1
             shapes = {"target": 1 + plain, "draft": 1 + (self.k > 1)}
             for role in self.compiled:
@@ -152,8 +155,8 @@ class Plan:
 
     @property
     def execution(self) -> dict[str, str]:
-        """A description of how passes run, with reasons, for the run's `environment`. It says
-        whether they are compiled and captured as CUDA graphs, and which weights the draft
+        """The entries of the run's `environment` that explain how passes run: whether they are
+        compiled and captured as CUDA graphs, with the reason if not, and which weights the draft
         borrows."""
         as_asked = "as asked" if self.recipe.run.compile == "off" else None
         how = {
@@ -175,7 +178,8 @@ class Plan:
 
     @property
     def params(self) -> SamplingParams:
-        """The recipe's sampling section, as the engine's parameters of the same names."""
+        """The engine's sampling parameters, taken from the recipe's `sampling` section and
+        `run.seed`."""
         asked = self.recipe.sampling.model_dump(exclude={"source"})
         return SamplingParams(**asked, seed=self.recipe.run.seed)
 
@@ -198,8 +202,8 @@ def plan(recipe: Recipe, permissions: Permissions = _NONE) -> Plan:
 def plan_all_ranks(
     recipe: Recipe, permissions: Permissions, device: torch.device, describe: Describe = describe
 ) -> list[Plan]:
-    """Return the plan that each rank would have, without starting the ranks. The plans serve for
-    estimates only: they have no communication between ranks, so models cannot be loaded from them.
+    """Return one plan per rank, without starting the ranks. The plans serve only for estimates:
+    their ranks cannot communicate, so models cannot be loaded from these plans.
     """
     size, draft_size = recipe.target.tensor_parallel_size, draft_degree(recipe)
     places = [
@@ -263,8 +267,8 @@ def _plan_on(
         groups=groups,
     )
     if k and (of_draft := _draft_spec(recipe, target.spec, permissions)) is not None:
-        # Ranks that hold no part of the draft check it, too, so that all ranks refuse a draft if
-        # one does.
+        # Check the draft also on ranks that hold no part of it. If it must be refused, all ranks
+        # then raise the same error.
         part = groups.draft or TensorParallel(size=draft_degree(recipe))
         begin_stage("describing the draft")
         draft = _draft_of(found, of_draft, part, describe)
@@ -286,15 +290,16 @@ def _plan_on(
 
 
 def _as_target(target: Description, plan: Plan) -> Description:
-    """Adapt the target's description to the plan: to its context length, and to the draft, which
-    may read hidden states and tensors of the target."""
+    """Return the target's description with the plan's context length, and with the target's hidden
+    states and tensors that the plan's draft reads, if any."""
     layers = plan.draft.feature_layers if plan.draft is not None else ()
     tensors = plan.draft.target_tensors if plan.draft is not None else None
     return replace(target, reach=plan.max_model_len, hidden_layers=layers, draft_tensors=tensors)
 
 
 def draft_at(plan: Plan, parallel: TensorParallel, describe: Describe = describe) -> Draft:
-    """Describe the plan's draft for a rank in a different group of ranks. Raises as `plan` does."""
+    """Describe the plan's draft as the rank `parallel` would hold it. The size of its group may
+    differ from the plan's draft degree. Raises as `plan` does."""
     assert plan.draft is not None
     return _draft_of(plan, plan.draft.spec, parallel, describe)
 
@@ -325,9 +330,10 @@ def draft_degree(recipe: Recipe) -> int:
 
 
 def compiled_roles(plan: Plan) -> tuple[str, ...]:
-    """Return the roles of the models to compile: those whose layers have no fused kernels, or all
-    that can be compiled if the recipe sets run.compile to on. Raises `UsageError` if the recipe
-    asks to compile a model with quantised weights."""
+    """Return the roles of the models to compile. If the recipe sets run.compile to on, these are
+    all models that can be compiled. By default, they are only those of them whose layers have no
+    fused kernels. Raises `UsageError` if the recipe asks to compile a model with quantised
+    weights."""
     wanted = plan.recipe.run.compile
     if wanted == "off" or plan.no_compile is not None:
         return ()
@@ -350,11 +356,11 @@ def block_bytes_of(plan: Plan) -> tuple[int, int]:
 
 
 def cache_need(plan: Plan, longest: int) -> CacheNeed:
-    """Return the sizes that determine how many cache blocks the run needs. longest: the number of
-    tokens of the longest sequence."""
+    """Return the sizes that determine how many cache blocks the run needs. longest: the length of
+    the longest sequence, in tokens."""
     recipe = plan.recipe
     rows = plan.draft.passes(plan.k).rows if plan.draft is not None else 0
-    k = max(plan.k, rows - 1)  # a draft pass may feed more tokens
+    k = max(plan.k, rows - 1)  # a draft pass may feed more than k + 1 tokens
     return CacheNeed(recipe.run.batch_size, longest, k, recipe.cache.block_size)
 
 

@@ -23,9 +23,11 @@ from specdec_cli.models.prompt_passes import Results
 
 
 class Moment:
-    """A point in time on the device. event: is recorded in the device's queue here, and
-    completes when the work queued before it is done; None on a CPU, where the host's clock is
-    used."""
+    """A point in time on the device.
+
+    event: an event that this class records in the device's queue. It completes when all work queued
+        before it is done. None on a CPU, where the host's clock is used.
+    """
 
     def __init__(self, event: torch.Event | None = None) -> None:
         self._at = time.perf_counter()
@@ -43,8 +45,9 @@ class Moment:
 
 
 class Moments:
-    """Creates the moments of one device. Only the last AT_ONCE moments are valid, because all share
-    AT_ONCE events. Events are reused because recording a new one for the first time is slow."""
+    """Creates `Moment` objects on one device. They take turns in using AT_ONCE events, so only the
+    last AT_ONCE moments are valid. Events are reused because recording a new one for the first time
+    is slow."""
 
     AT_ONCE = 4  # two moments for each of two steps in flight
 
@@ -60,8 +63,8 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The spans of tokens to feed to the target and to the proposer in one step. ending: those of
-    the target's spans that reach the last token of their sequence."""
+    """The spans of tokens to feed to the target and to the proposer in one step. `ending` lists the
+    target's spans that include the last token of their sequence."""
 
     targets: list[Span]
     proposers: list[Span]
@@ -109,9 +112,10 @@ class PrefillStep:
 class Prefill:
     """Runs the prefill passes of one run. At most one step is in flight.
 
-    budget: the maximum number of tokens per chunk. parallel: the ranks of the target. moments: a
-    source of times on the target's device. ended_at: when the host read the results of the last
-    step, in seconds on the host's clock.
+    budget: the maximum number of tokens per chunk.
+    parallel: the ranks of the target.
+    moments: records times on the target's device.
+    ended_at: when the host read the results of the last step, in seconds on the host's clock.
     """
 
     target: PagedModel
@@ -131,15 +135,15 @@ class Prefill:
         return self._step.drawn if self._step is not None else None
 
     def next_chunk(self) -> Chunk | None:
-        """Return the next tokens to prefill, at most `budget`: tokens of running sequences that a
-        cache lacks. Return None if no cache lacks any.
+        """Choose the next tokens to prefill, at most `budget`: tokens of running sequences that are
+        not yet in the target's or the proposer's cache. Return None if there are no such tokens.
 
         - With proposals, prefill leaves the last token of each sequence to the first round, which
           can then propose even the first output token.
-        - In plain decoding, prefill feeds the last token, too, and so decides the first output
-          token. A round does this instead if the last token is the only one that is missing, or if
-          logits are processed.
-        - The proposer's cache also lacks tokens after rounds without proposals.
+        - In plain decoding, prefill also feeds the last token, and so decides the first output
+          token. If only the last token is missing, or if logits are processed, a round feeds the
+          last token instead.
+        - After rounds without proposals, the proposer's cache lacks tokens that the target's has.
         - A proposer that reads hidden states gets the same tokens as the target.
         """
         proposer, reads, budget = self.proposer, self._reads_hidden, self.budget
@@ -199,9 +203,9 @@ class Prefill:
         return decided
 
     def must_settle(self) -> bool:
-        """Return whether the host must read the tokens of the passes in flight before it launches a
-        round. It must if these tokens are the last ones of all running sequences, or if there are
-        too few free blocks for a round."""
+        """Return whether the host must read the tokens that the passes in flight decide before it
+        launches a round. This is the case if these tokens finish every running sequence, or if too
+        few blocks are free to launch a round without reading them."""
         if self.drawn is None:
             return False
         drawn = set(self.drawn.seqs)
@@ -236,9 +240,9 @@ class Prefill:
         return seq.first_token_at is not None or (drawn is not None and seq in drawn.seqs)
 
     def _drawn(self, seqs: list[Sequence], found: Results) -> Drawn:
-        """Return the next token of each of `seqs`, from the results of a pass: the tokens that it
-        drew itself, or else tokens that are sampled here. Their copy to the host is only
-        started."""
+        """Return the next token of each of `seqs`: the tokens that the pass drew itself, or else
+        tokens sampled here from its logits. This does not wait for the copy of the tokens to the
+        host."""
         if found.tokens is not None and found.told is not None:
             return Drawn(seqs, found.tokens, found.told)
         tokens = self._draw(seqs, found.logits)

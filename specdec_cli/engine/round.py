@@ -147,8 +147,8 @@ def run_round(parts: RoundParts, state: BatchState, k: int, record: RoundRecord)
 
 
 def proposal_caps(parts: RoundParts, state: BatchState, k: int) -> torch.Tensor:
-    """Return the maximum number of tokens that each slot may propose, int64 [B]: the same limit as
-    `Sequence.room` and at most k, possibly lowered by the length policy."""
+    """Return the maximum number of tokens that each slot may propose, int64 [B]. It is at most k,
+    at most `Sequence.room`, and 0 for inactive slots. The length policy may lower it further."""
     if k == 0 or parts.proposer is None:
         return torch.zeros_like(state.length)
     room = (state.limit - 1).clamp_(max=min(parts.proposer.max_len, parts.max_model_len))

@@ -46,9 +46,8 @@ class Run:
         return next(r for r in self.by_slots if r.num_slots >= count)
 
     def look_ahead(self, place: int) -> bool:
-        """Return whether there are more than `place` pending requests, that is, whether
-        `pending[place]` exists. To find out, move requests from `to_come` to the pending ones as
-        needed."""
+        """Return whether `pending[place]` exists, that is, whether more than `place` requests have
+        yet to arrive. This reads requests from `to_come` into `pending` as needed."""
         pending = self.scheduler.pending
         while len(pending) <= place and (request := next(self.to_come, None)) is not None:
             self.add(request, is_here=False)

@@ -1,8 +1,8 @@
 """Chooses which sequences run and which blocks they get.
 
 Waiting prompts fill free slots in order. When blocks run out, the youngest running sequence gives
-up its blocks and is recomputed later. A lack of blocks never shortens proposals, so it does not
-change the sampled text.
+up its blocks and is recomputed later. Proposals are never shortened for lack of blocks: sampled
+text depends on how many tokens are proposed, so it would then depend on the size of the cache.
 """
 
 from collections import deque
@@ -57,7 +57,7 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do until a sequence arrives."""
+        """True if there is nothing to do until a sequence arrives."""
         return not self.running and not self.waiting
 
     def proposal_len(self, seq: Sequence) -> int:
@@ -149,22 +149,27 @@ class Scheduler:
         return length
 
     def _most(self, seq: Sequence) -> int:
-        """Return the maximum number of tokens for which the sequence ever needs cache blocks. Keys
-        and values of its last token are never needed. The last round with proposals starts when two
-        tokens are missing; if the proposer writes positions ahead of the text (`ahead`), that round
-        may need more blocks than the text itself."""
+        """Return the maximum number of tokens for which the sequence ever needs cache blocks.
+
+        This is one less than `max_tokens`, since the keys and values of the last token are never
+        needed. It can be more if the proposer writes up to `ahead` positions past the text: the
+        last round with proposals starts at `max_tokens - 2` tokens, and its writes may end `ahead`
+        positions later, but not past the draft's context length.
+        """
         length = seq.max_tokens - 1
         if self.ahead:
             length = max(length, min(length - 1 + self.ahead, self.draft_max_len))
         return length
 
     def _admission_blocks(self, length: int) -> int:
-        # Keep one spare block per running sequence. Otherwise the new one would soon be preempted.
+        # Keep one spare block per running sequence. Otherwise the new sequence would be preempted
+        # as soon as the others grow.
         return self.allocator.blocks_for(length) + len(self.running)
 
     def _length_ahead(self, seq: Sequence, ahead: int) -> int:
         """Return the maximum number of tokens for which the sequence may need cache blocks in its
-        next round, if by then it has grown by up to `ahead` tokens that the host has not read."""
+        next round. By then, it may have grown by up to `ahead` tokens that the host has not
+        read."""
         n = len(seq.tokens)
         return max(n, min(n + ahead + max(self.k, self.ahead), self._most(seq)))
 

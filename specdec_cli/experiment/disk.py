@@ -46,7 +46,7 @@ def replace_file(path: Path, data: bytes) -> None:
     """Write a file so that after a crash it has either the old or the new content."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.unlink(missing_ok=True)  # opening a pipe would wait for its other end
+        temporary.unlink(missing_ok=True)  # mode x fails if a crash left the file
         with temporary.open("xb") as file:
             file.write(data)
             file.flush()

@@ -1,7 +1,7 @@
 """Estimates how long a sweep or a comparison will take, before any weights are loaded.
 
 A forward pass is assumed to read the weights once, to compute matmuls for each token, and to take a
-fixed time per layer. The speeds of reading and of matmuls are measured on this device when the
+fixed time per layer. The memory bandwidth and the matmul speed are measured on this device when the
 estimate is made. The time per layer is a constant. If several drafts take turns in memory, the time
 to load them again is not included.
 """
@@ -23,9 +23,11 @@ from specdec_cli.experiment.sweep.time_curve import curve_parts
 from specdec_cli.models.draft import Draft
 from specdec_cli.models.held import held_bytes
 
-# Seconds per layer in addition to reading weights and computing matmuls: if the round is a captured
-# CUDA graph (measured on an H200 with models of 135M, 1B and 8B parameters: 10 to 12 microseconds),
-# if the host launches each kernel on the GPU, and on a CPU.
+# Seconds that a pass takes per layer, in addition to reading weights and computing matmuls:
+# - captured: on a GPU, if the round is a captured CUDA graph (measured on an H200 with models of
+#   135M, 1B and 8B parameters: 10 to 12 microseconds);
+# - launched: on a GPU, if the host launches each kernel;
+# - on a CPU.
 _LAYER_CAPTURED, _LAYER_LAUNCHED, _LAYER_CPU = 11e-6, 250e-6, 250e-6
 # Seconds per all-reduce: between GPUs (docs/performance.md), and between processes on one host over
 # gloo (measured on two busy cores: 0.3 to 0.8 milliseconds). Each layer has two all-reduces.
@@ -36,8 +38,8 @@ _ACCEPTED, _ACCEPTED_WITHOUT_DRAFT = 0.7, 0.55
 _START_CPU, _START_CUDA = 3.0, 30.0  # seconds from start to first pass, except loading weights
 _LOAD = 1e9  # bytes of weights loaded per second
 _PROBE_BYTES, _PROBE_SIDE, _PROBES = 64 * 2**20, 512, 3
-# Real durations usually differ from the estimate by no more than this factor. The runs that show
-# it are in `docs/sweep.md` and `docs/compare-tp.md`.
+# Real durations usually differ from the estimate by no more than this factor. `docs/sweep.md` and
+# `docs/compare-tp.md` list the runs that show this.
 _OFTEN_OFF_BY = 2.0
 
 
@@ -123,7 +125,8 @@ class DurationEstimate:
         products = 2 * shape.parameters * tokens / self.speeds.operations
         work = shape.bytes_read(tokens) / self.speeds.bytes + products
         degree = self.degrees[0 if role == "target" else 1]
-        # CPU ranks share the measured speeds; each GPU rank has the full speeds.
+        # On a CPU, the target's ranks divide the measured speeds among them. On GPUs, each rank has
+        # the full speeds.
         shared = 1 if self._is_cuda else self.degrees[0]
         sums = 2 * (_SUM_CUDA if self._is_cuda else _SUM_CPU) if degree > 1 else 0.0
         layer = _LAYER_CAPTURED if self._plan.no_cuda_graphs is None else _LAYER_LAUNCHED
@@ -171,8 +174,8 @@ class DurationEstimate:
     def point_seconds(self, key: Key, num_prompts: int, most_warm_up: int | None = None) -> float:
         """Estimate how many seconds the warm-ups and repeats of a point take.
 
-        most_warm_up: the maximum number of new tokens per prompt in a warm-up; None for no other
-            limit than that of the run.
+        most_warm_up: the maximum number of new tokens per prompt in a warm-up; None if only the
+            run's own maximum applies.
         """
         run, params = self._plan.recipe.run, self._plan.params
         most = min(most_warm_up or params.max_new_tokens, params.max_new_tokens)
@@ -231,8 +234,8 @@ def total_seconds(
 
 
 def estimated(jobs: Mapping[Key, Job], **more: Any) -> tuple[str, dict[str, Any]]:
-    """Estimate the run's duration. Return a line of text about it for a dry run, and the fields
-    that the document gets.
+    """Estimate the run's duration. Return a line of text that a dry run prints, and the fields to
+    add to the JSON document.
 
     more: keyword arguments of `total_seconds`.
     """

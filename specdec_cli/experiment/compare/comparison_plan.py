@@ -115,8 +115,8 @@ def plan_comparison(
     )
     num_gpus = torch.cuda.device_count() if job.plan.device.type == "cuda" else None
     skips = skips_of(settings, job, num_gpus)
-    # A recipe has one pair and one batch size. Fill in the first legal pair and the first batch
-    # size, so that users can run the folder's recipe as it is.
+    # A recipe can hold only one pair of TP degrees and one batch size. Fill in the first legal pair
+    # and the first batch size, so that users can run the recipe in the run folder as it is.
     first = next(pair for pair in settings.pairs if pair not in skips or not skips[pair].expected)
     kept = dated(with_degrees(recipe, first).changed("run", batch_size=batch_sizes[0]), job)
     notices = [*prompts.notices, *warnings_of_job(job, prompts.chat)]

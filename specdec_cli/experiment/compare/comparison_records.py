@@ -148,8 +148,9 @@ class ComparisonRecords:
         return [point for point in self.points if self.kept.add_point(point)]
 
     def _points(self) -> list[Point]:
-        """Compute the points of all pairs, and of plain decoding at each target TP. A point was
-        measured, failed or was skipped; pairs that are still to be measured have none."""
+        """Compute the points of all pairs, and of plain decoding at each target TP. Leave out
+        points that are still to be measured: each point in the result was measured, failed or was
+        skipped."""
         found: list[Point | None] = []
         for target_tp in self.settings.target_tps:
             pairs = [p for p in self.settings.pairs if p.target_tp == target_tp]
@@ -203,8 +204,8 @@ class ComparisonRecords:
         return self.failures.get((pair, batch_size))
 
     def _blocks(self, pairs: Iterable[Pair]) -> dict[str, Any]:
-        """Return the block counts of the pair with the smallest cache; None for each count if no
-        cache is known."""
+        """Return the block counts of the pair with the smallest cache. Each count is None if no
+        pair has recorded its block counts."""
         known = [self.kept.facts[pair] for pair in pairs if pair in self.kept.facts]
         least = min(known, key=lambda fact: fact.num_blocks, default=None)
         return {name: getattr(least, name, None) for name in ("num_blocks", "blocks_per_rank")}
@@ -235,7 +236,7 @@ def merge_repeats(worlds: Sequence[Samples]) -> dict[int, Sample]:
     """Merge the samples of one point that several sets of ranks measured, as if they were repeats
     of one run.
 
-    worlds: for each set of ranks, its samples. A prompt counts as run if it ran in any of them.
+    worlds: the samples of each set of ranks. A prompt counts as run if any set of ranks ran it.
     """
     merged: dict[int, Sample] = {}
     for samples in worlds:
@@ -255,8 +256,8 @@ def merge_repeats(worlds: Sequence[Samples]) -> dict[int, Sample]:
 
 
 def _joined(ours: Any, theirs: Any) -> Any:
-    """Append the other side's values, one per repeat, to ours. Dicts are joined key by key. Return
-    None if either side has no values."""
+    """Return the values of `ours` followed by those of `theirs`. Each is a list with one value per
+    repeat, or a dict of such lists, which are joined key by key. Return None if either is None."""
     if ours is None or theirs is None:
         return None
     if isinstance(ours, dict):

@@ -71,8 +71,8 @@ def run_pairs(
 
 
 def _take_over(folder: RunFolder, records: ComparisonRecords) -> None:
-    """Reload the records after the ranks of a pair have ended. First cut off incomplete lines,
-    which ranks that were killed may have left.
+    """Reload the records after the ranks of a pair have ended. Ranks that were killed may have left
+    incomplete last lines, which are removed first.
 
     Raises `LostRecords` if records that were there before are missing.
     """

@@ -1,5 +1,5 @@
-"""The conclusions of a comparison: the best pair and the reason for it, the batch sizes at which
-the best pair changes, and whether tokens are equal.
+"""The conclusions of a comparison: which pair of TP degrees is best and why, at which batch sizes
+the best pair changes, and whether all pairs generated the same tokens.
 
 Everything is computed from points and samples.
 """
@@ -30,11 +30,11 @@ _SAME = 0.01  # smaller relative differences in tokens per round are not mention
 
 
 def verdict_of(records: ComparisonRecords, disturbed: Sequence[Notice] = ()) -> Verdict:
-    """Compute the fields of the document that summarise all points: the best pairs, where they
-    change, and whether tokens are equal.
+    """Compute the fields of the document that summarise all points: the best pairs, the batch sizes
+    at which they change, and whether all pairs generated the same tokens.
 
-    disturbed: signs that something disturbed the times; if there are any, no difference is called
-        significant.
+    disturbed: warnings that something disturbed the measured times. If there are any, no difference
+        is called significant.
     """
     settings = records.settings
     sizes = settings.batch_sizes
@@ -59,13 +59,14 @@ def best_of(
     batch_size: int,
     disturbed: Sequence[Notice] = (),
 ) -> BestPair:
-    """Find the fastest pair at a batch size among some target TPs, the pairs tied with it, and the
-    stage of a round in which it saves the most time.
+    """Find the fastest pair at a batch size among the pairs with some target TPs. Also find the
+    pairs tied with it, and the stage of a round in which the fastest pair saves the most time over
+    the next best draft TP.
 
     Speeds are compared on the same prompts. A pair is tied if the 95 % interval over prompts does
-    not show that it is slower than the best. The interval does not include the variation between
-    starts of the ranks. A stage is named only if nothing disturbed the times and the interval of
-    its difference does not contain 0.
+    not show that it is slower than the fastest. Speeds also vary each time the ranks are started,
+    which the interval does not include. A stage is named only if nothing disturbed the times and
+    the 95 % interval of the time saved in it does not contain 0.
     """
     chosen, settings = set(target_tps), records.settings
     at = [p for p in records.points if p.is_ok and p.batch_size == batch_size]
@@ -313,7 +314,7 @@ def _degrees_line(target_tp: str, row: Mapping[str, BestPair]) -> str:
 
     for degree, group in groupby(row.items(), key=degree_of):
         parts.append(f"{degree} at batch size {', '.join(size for size, _ in group)}")
-    # "best" is advice, which undecided times do not give.
+    # "best" reads as advice, so do not use it if a verdict is inconclusive.
     word = "fastest" if any(b.verdict == "inconclusive" for b in row.values()) else "best"
     return f"at target TP {target_tp} the {word} draft TP is {'; '.join(parts)}"
 

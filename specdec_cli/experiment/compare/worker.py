@@ -59,8 +59,8 @@ def with_degrees(recipe: Recipe, pair: Pair) -> Recipe:
 
 
 def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> None:
-    """Measure a pair. Every rank of `world` calls this; the world is as large as the target's
-    degree.
+    """Measure a pair. Every rank of `world` calls this. The number of ranks is the pair's target
+    TP.
 
     on_point: called on rank 0 after each batch size with two points: the one at k = 0, and the one
         at the comparison's k.
@@ -90,8 +90,8 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
     watch = MachineWatch(planned.device, local_world_size())
     for batch_size in task.batch_sizes:
         chosen = job.part(0, task.settings.num_prompts(batch_size))
-        # Opening the session captured CUDA graphs for the largest batch size, for which `resized`
-        # returns the same session. For other batch sizes it returns one that captures its own.
+        # `session` has captured CUDA graphs for the largest batch size, so `resized` returns it
+        # unchanged for that size. For other sizes, it returns a session that captures its own.
         sized = session.resized(batch_size)
         samples = _measure_size(world, task, chosen, sized, folder, watch)
         warnings = _warnings(task.pair, planned.own.parallel.gather_objects(watch.notices()))
@@ -159,7 +159,8 @@ def _blocks_per_rank(planned: Plan, held: int) -> list[int]:
     if planned.device.type == "cuda":
         fits = held + max(0, room_now(planned.device, cache)) // block
     else:
-        # The budget is a share of the memory that was free before the ranks allocated their caches.
+        # The budget is a share of the memory that was free before the ranks allocated their caches,
+        # so count the caches as free.
         caches = sum(planned.parallel.gather_objects(held * block))
         budget = host_budget(cache, available_memory() + caches, local_world_size())
         fits = budget // block

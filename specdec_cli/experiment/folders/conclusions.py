@@ -16,7 +16,7 @@ from specdec_cli.experiment.folders.records import FEWEST, Point
 from specdec_cli.text import one_line
 
 # The version of settings.json, summary.json and all records. Increment it when old code would
-# misread new folders, or new code old folders.
+# misread new folders, or when new code would misread old ones.
 VERSION = 1
 
 
@@ -41,8 +41,8 @@ class Needed(Record):
 
     prompts: how many prompts it needs.
     minutes: how long it takes; None if unknown.
-    at_least: True if too few prompts were measured to estimate how many are needed. Then `prompts`
-        is only the number that such an estimate needs.
+    at_least: True if too few prompts were measured to estimate how many would settle the verdict.
+        Then `prompts` is only how many are needed to make that estimate.
     """
 
     prompts: Count
@@ -75,9 +75,9 @@ class Best(Record):
     tied_points: the tied points of every draft.
     significant: whether the point is faster than k = 0 by more than chance explains, in an
         undisturbed run.
-    verdict: "use" if the point is significant; "none" if it was shown that no point gains enough to
-        be worth a draft; "inconclusive" if neither was shown, so that k is only a guess; None if
-        every point at a rate is overloaded or failed.
+    verdict: "use" if the point is significant; "none" if it was shown that no point is enough
+        faster than k = 0 to be worth a draft; "inconclusive" if neither was shown, so that k is
+        only a guess; None if requests arrive at a rate and every point is overloaded or failed.
     needed: the measurement that would settle an inconclusive verdict.
     """
 
@@ -96,7 +96,8 @@ class Best(Record):
 
     @classmethod
     def none(cls, reason: str, **more: Any) -> "Best":
-        """The record if no point can be named. It has the keys of any other, as null or empty."""
+        """Make the record for the case that no point can be recommended. It has the same keys as
+        any other record, with null, empty or false values."""
         values: dict[str, Any] = {"k": None, "draft": None, "speedup": None, "fastest": None}
         values |= {"tied": [], "tied_points": [], "significant": False, "needed": None}
         return cls.model_validate({**values, "reason": reason, "verdict": None, **more})
@@ -185,7 +186,7 @@ class SpeedRatio(Record):
     """The speed of one arm (a draft at one k, or plain decoding) divided by that of another, over
     all prompts or those of one category.
 
-    num_prompts: the number of prompts that all arms have; only these are compared.
+    num_prompts: the number of prompts that were measured for all arms; only these are compared.
     speed_ratio: the ratio of the decoding speeds; None if the speed-up of either arm is not valid.
     tied: whether the 95 % interval contains 1; None without an interval.
     """
@@ -234,7 +235,8 @@ class Diverging(Record):
 
 
 class Tokens(Record):
-    """Whether all points generated the same texts. identical: None if nothing could be compared."""
+    """The result of comparing the generated texts of all points. identical: whether they are the
+    same at all points; None if nothing could be compared."""
 
     compared: bool
     must_be_identical: bool
@@ -319,8 +321,8 @@ class Summary(Record):
     best_by_target_tp: dict[Name, dict[Name, BestPair]] = Field(default_factory=dict)
 
     def method_of(self, draft: str | None) -> str | None:
-        """Return the method in a draft's own section of a sweep with several drafts; None in other
-        runs."""
+        """Return the method that a sweep with several drafts sets for one of them, in that draft's
+        own section of the recipe. Return None if there is no such section or method."""
         found = (one for one in self.sweep.recipe.drafts if one is not None)
         return next((one.method for one in found if one.model == draft), None)
 

@@ -48,7 +48,7 @@ class Kept:
 
 
 def key_of(job: Job) -> Key:
-    """The key of the point to which the run's records belong."""
+    """Return the key of the point to which the run's records belong."""
     return Key(job.plan.proposer, job.plan.recipe.run.batch_size, job.plan.k)
 
 
@@ -62,9 +62,13 @@ def open_folder(
     *,
     resume: bool,
 ) -> Kept:
-    """Open the run's folder: a new one or, with `resume`, an existing one with its samples.
-    notices: warnings to keep in a new folder. own_prompts, errors: as for
-    `settings_file.opened`."""
+    """Create the run's folder or, with `resume`, open an existing one and load its samples.
+
+    notices: warnings to keep in a new folder.
+    own_prompts: as for `RunFolder.create`.
+
+    Raises as `settings_file.opened` does.
+    """
     settings = GenerateSettings(**common_settings(recipe, job), batch_size=recipe.run.batch_size)
     done: dict[int, Sample] = {}
     key = key_of(job)
@@ -72,7 +76,7 @@ def open_folder(
     known = {"draft": drafts, "k": (key.k,), "batch_size": (key.batch_size,)}
 
     def problem(sample: Sample) -> str | None:
-        if sample.k != key.k and not job.backend.is_native:  # a server's k is in no recipe
+        if sample.k != key.k and not job.backend.is_native:  # no recipe contains a server's k
             told = f"{path} contains a run with k = {sample.k}, and the server has k = {key.k}"
             raise UsageError(told, "name the same server, or another folder with -o")
         return elsewhere(sample, known) or not_measured(sample, len(job.prompts), 1)

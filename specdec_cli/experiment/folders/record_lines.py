@@ -22,11 +22,12 @@ R = TypeVar("R", bound=Record)
 def read_records(
     path: Path, kind: type[R], further: Callable[[R], str | None] = lambda _: None
 ) -> list[R]:
-    """Read the records of a .jsonl file; none if the file is missing. An unfinished last line is
-    ignored.
+    """Read the records of a .jsonl file. Return an empty list if the file is missing. An unfinished
+    last line is ignored.
 
-    further: an additional check, which returns a record's error or None. Raises `SetupError` if the
-    file cannot be read, or at the first line without a valid record.
+    further: an additional check, which returns an error message for a record, or None.
+
+    Raises `SetupError` if the file cannot be read, or at the first line without a valid record.
     """
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
@@ -73,7 +74,7 @@ def parsed(line: bytes, kind: type[R]) -> R | str:
 
 
 def json_of(text: bytes | str) -> Any:
-    """Parse a JSON text; None if it is damaged."""
+    """Parse a JSON text. Return None if it is not valid JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -116,8 +117,8 @@ def described(error: ErrorDetails) -> str:
 
 
 def to_json(document: Any) -> str:
-    """Write a document as one line of strict JSON, escaped for terminals. A number that is not
-    finite becomes null."""
+    """Format a document as one line of strict JSON. Characters that could harm a terminal are
+    escaped. Numbers that are not finite become null."""
     try:
         text = json.dumps(document, ensure_ascii=False, allow_nan=False, default=_as_dict)
     except ValueError:  # some number is not finite

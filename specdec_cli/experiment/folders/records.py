@@ -27,7 +27,7 @@ from specdec_cli.core.figures import (
     impossible,
 )
 
-_LONGEST = 1e12  # as milliseconds, about 30 years
+_LONGEST = 1e12  # the upper limit of `Time`; about 30 years if in milliseconds
 # A time in milliseconds or seconds. Fields that count rounds or experts use this type too.
 Time = Annotated[float, Field(ge=0, lt=_LONGEST)]
 
@@ -62,8 +62,8 @@ class Key:
     batch_size: the maximum number of concurrent requests; 0 for no limit.
     target_tp, draft_tp: the degrees of a pair, in comparisons only. Points at k = 0 have no draft
         TP.
-    request_rate: the rate at which requests arrive; None if all requests of a batch wait from the
-        start.
+    request_rate: the rate at which requests arrive; None if requests have no arrival times, so that
+        all requests of a batch are queued from the start.
     """
 
     draft: str | None
@@ -79,7 +79,8 @@ class Key:
         return cls(record.draft, record.batch_size, record.k, *others)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the key as the fields that records have."""
+        """Return the fields by which a record identifies its point. Fields that only some points
+        have (degrees, request rate) are left out if they are None."""
         point = {"draft": self.draft, "batch_size": self.batch_size, "k": self.k}
         others = {n: getattr(self, n) for n in ("target_tp", "draft_tp", "request_rate")}
         return point | given(**others)
@@ -97,9 +98,8 @@ class OfPoint(Record):
 
 
 class Sample(OfPoint):
-    """The result of one prompt at one point, a line of samples.jsonl. The required output format
-    defines the fields up to `seconds`. The other fields are stored because metrics are computed
-    from them.
+    """The result of one prompt at one point, a line of samples.jsonl. The output format requires
+    the fields up to `seconds`. The other fields are stored because metrics are computed from them.
 
     Each list of times has one value per repeat. A round serves a whole batch, so each sample
     records its share of a round: `decode_seconds`, `round_share` and `stage_ms`, summed over all
@@ -189,7 +189,7 @@ class Sample(OfPoint):
 
     @property
     def num_drafts(self) -> int:
-        """The number of rounds with proposals, as far as known."""
+        """The number of rounds with proposals; 0 if it is unknown."""
         return len(self.accepted_per_round) or sum(self.acceptance_histogram or ())
 
     @property
@@ -211,7 +211,9 @@ class Sample(OfPoint):
         return self.usual_mean(self.decode_seconds)
 
     def usual_mean(self, values: Sequence[float]) -> float:
-        """The mean of `values`, one per repeat, without repeats whose time is an outlier."""
+        """Average `values`, one per repeat, over the repeats whose decoding time is not an outlier.
+        If there are more or fewer values than repeats, average them all. Return 0 if there are no
+        values."""
         if len(values) == len(self.decode_seconds):
             values = [values[place] for place in usual_repeats(self.decode_seconds)]
         return sum(values) / len(values) if values else 0.0
@@ -233,7 +235,7 @@ class Sample(OfPoint):
 
 
 FEWEST = 3  # minimum prompts for an interval; with two it would span several orders of magnitude
-OUTLYING = 1.5  # a repeat is an outlier above this many times the fastest repeat's time
+OUTLYING = 1.5  # a repeat is an outlier if it takes over this many times as long as the fastest
 
 
 def usual_repeats(seconds: Sequence[float]) -> list[int]:
@@ -247,7 +249,8 @@ def usual_repeats(seconds: Sequence[float]) -> list[int]:
 
 
 class CategoryMetrics(Record):
-    """Figures of a point over the prompts of one category, named as in `Point`."""
+    """Figures of a point over the prompts of one category. They have the same names and meanings as
+    in `Point` and its `metrics`."""
 
     num_prompts: Count
     num_output_tokens: Count
@@ -265,7 +268,8 @@ class CategoryMetrics(Record):
         return True
 
     def number(self, name: str, _: str | None = None) -> float | None:
-        """Return the figure with this name, like `Point.number`."""
+        """Return the figure with this name; None if there is none. The second argument exists only
+        so that callers can treat this like `Point.number`."""
         value: float | None = getattr(self, name, None)
         return value
 
@@ -304,7 +308,8 @@ class Prediction(Record):
         distributions; None if these were not recorded.
     speedup_ci: the 95 % interval of the speed-up.
     speedup_error_ci: the 95 % interval of the speed-up's error, over the measured prompts.
-    drafts_of_k: set if proposals depend on k and those of a different k had to be used: that k.
+    drafts_of_k: the k at which the replayed proposals were made, if proposals depend on k and were
+        made at a different k; otherwise None.
     """
 
     method: Name
@@ -326,15 +331,17 @@ class Stretch(OfPoint):
     """The time window in which a point was measured under a request rate; a line of load.jsonl. It
     is written after the point's samples, so the samples are complete once it exists.
 
-    window_seconds: from the first to the last due time of the measured requests, plus the mean time
-        between requests. If all requests arrive at once: until the last answer.
+    window_seconds: the time between the first and the last due time of the measured requests, plus
+        the mean time between requests. If all requests arrive at once, the time until the last
+        answer.
     num_requests: the number of measured requests.
     num_answered: the number of answers in the window, including those to requests that are not
         measured.
     num_unmeasured: the number of requests that were due but are not measured.
     max_in_flight: the largest number of requests that were due but not answered at one time.
-    crowding: the number of requests needed for an interval of goodput, divided by the number in the
-        window; see `experiment.load.measuring.crowding`. Above 1, the window is too short.
+    crowding: how many requests are needed to compute an interval of goodput, divided by how many
+        were measured; see `experiment.load.measuring.crowding`. If it is above 1, the window is too
+        short.
     shard: the number of the shard, in merged folders.
     """
 
@@ -459,8 +466,8 @@ class Point(OfPoint):
         return self.status == "skipped" and self.predicted_speedup is not None
 
     def number(self, name: str, part: str | None = None) -> float | None:
-        """Return a figure of the point or, if it has no such field, of its metrics; None if not
-        measured.
+        """Return a figure of the point or, if that field is not set, of its metrics. Return None if
+        the figure was not measured.
 
         part: for a figure with percentiles, the part to return, such as p50.
         """
@@ -502,8 +509,8 @@ class CurvePart(StageTimes, _PartCounts):
 
 
 class PairFacts(Record):
-    """A line of pairs.jsonl, written once the models of a pair are loaded, and again after each
-    batch size at which there were new warnings.
+    """A line of pairs.jsonl. It is written when the models of a pair have been loaded, and again
+    after each batch size at which there were new warnings.
 
     num_blocks: the number of KV blocks allocated on every rank.
     blocks_per_rank: how many blocks would have fit on each rank.

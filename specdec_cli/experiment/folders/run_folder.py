@@ -1,4 +1,4 @@
-"""The run folder: locks it against other writers, and writes records and documents so that they
+"""Locks a run folder against other writers, and writes records and documents into it so that they
 survive a crash."""
 
 import fcntl
@@ -220,8 +220,8 @@ def _sync_names(folder: Path) -> None:
 
 
 def _is_foreign(path: Path) -> bool:
-    """True if a recipe was written by hand. Recipes that runs write have every section and no
-    comments."""
+    """Return True if the recipe in a file was written by hand. Recipes that runs write have every
+    section and no comments."""
     try:
         lines = path.read_bytes().splitlines() if path.is_file() else []
     except OSError:

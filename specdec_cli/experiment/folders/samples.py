@@ -1,5 +1,5 @@
-"""Selects samples of a point: those without errors, those of its baseline, or those of one
-category. Also checks samples that were read from a file."""
+"""Selects samples: those without errors, those of a point's baseline, or those of one category.
+Also checks samples that were read from a file."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,13 +10,13 @@ Samples = Mapping[int, Sample]
 
 
 def without_errors(samples: Samples) -> dict[int, Sample]:
-    """The samples of prompts that could run."""
+    """Return the samples of prompts that could run."""
     return {i: s for i, s in samples.items() if s.could_run}
 
 
 def why_none(samples: Samples) -> str:
-    """Explain why a point has no result although measuring did not fail: none of its prompts could
-    run."""
+    """Explain why a point has no result although its measurement did not fail: no prompt could run,
+    or none was run."""
     why = next((s.error for s in samples.values() if s.error), None)
     return f"no prompt could run: {why}" if why else "no prompt was run"
 
@@ -28,8 +28,8 @@ def could_run_no_prompt(reason: str | None) -> bool:
 
 
 def baseline_key(samples: Mapping[Key, Samples], key: Key) -> Key:
-    """Return the key of the baseline at k = 0 for a point: that of the point's own draft if it has
-    samples, otherwise the one that all drafts share."""
+    """Return the key of the point at k = 0 with which a point is compared. If k = 0 was measured
+    with the point's own draft, return that key, otherwise the key that all drafts share."""
     own, shared = (
         Key(draft, key.batch_size, 0, request_rate=key.request_rate) for draft in (key.draft, None)
     )
@@ -37,13 +37,13 @@ def baseline_key(samples: Mapping[Key, Samples], key: Key) -> Key:
 
 
 def baseline_of(samples: Mapping[Key, Samples], key: Key) -> Samples:
-    """The samples at `baseline_key`; empty if there are none."""
+    """Return the samples at `baseline_key`; an empty mapping if there are none."""
     return samples.get(baseline_key(samples, key), {})
 
 
 def prompts_by_category(samples: Samples, prompts: Iterable[int]) -> dict[str, list[int]]:
-    """Group the indices in `prompts` by category, in ascending order. Empty for fewer than two
-    categories."""
+    """Group the indices in `prompts` by category, in ascending order. Return an empty dict if there
+    are fewer than two categories."""
     found: dict[str, list[int]] = {}
     for index in sorted(prompts):
         if (name := samples[index].category) is not None:
