@@ -1,9 +1,9 @@
-"""The metrics of a run or of a measured point, with vLLM's names where vLLM has them, and the base
-class of records.
+"""Metrics of runs and measurements, and `Record`, the base class of all data stored in files.
 
-The engine computes metrics, run folders store them and reports read them. A file may be damaged or
-edited, so every field is checked when it is read. Stage times are measured within rounds, and on
-CUDA by the device's clock. This module does not import torch.
+The engine computes metrics, run folders store them and reports read them. Metrics that vLLM also
+has keep vLLM's names. A file may be damaged or edited, so every field is checked when it is read.
+The times of a round's stages are measured with the device's clock on CUDA. This module does not
+import torch.
 """
 
 import math
@@ -50,14 +50,14 @@ Slots = Annotated[
 # Requests per second; "inf" means all at once.
 Rate = Annotated[float, Field(gt=0)] | Literal["inf"]
 _Ends = Annotated[list[float], Field(min_length=2, max_length=2)]
-# NaN and infinity become None in memory, since they become null in every file.
+# Files store NaN and infinity as null, so they become None in memory, too.
 Figure = Annotated[float | None, BeforeValidator(_none_if_infinite)]
 Interval = Annotated[_Ends | None, BeforeValidator(_none_if_infinite)]
 
 
 class Record(BaseModel):
-    """A line of a file, or a part of a line. Only fields that were set are written, and unknown
-    fields are kept."""
+    """A JSON object in a file, such as one line of a JSON Lines file or an object nested in a line.
+    Unknown fields are kept. Fields that were never set are not written."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, extra="allow")
 
@@ -113,8 +113,8 @@ class Acceptance(Record):
 
     @classmethod
     def of(cls, proposed: Sequence[int], accepted: Sequence[int], k: int) -> "Acceptance":
-        """Compute the acceptance of drafts from the length and the number of accepted tokens of
-        each."""
+        """Compute the acceptance from two numbers for each draft: how many tokens it proposed, and
+        how many of them were accepted. k: the maximum number of tokens in a draft."""
         histogram = [0] * (k + 1)
         for count in accepted:
             histogram[count] += 1
@@ -127,8 +127,11 @@ class Acceptance(Record):
 
     @classmethod
     def of_histogram(cls, histogram: Sequence[int], tokens: int) -> "Acceptance":
-        """Compute the acceptance of drafts of k tokens each. histogram: the number of drafts with
-        0..k accepted tokens. tokens: the server's count of proposed tokens."""
+        """Compute the acceptance when every draft has k tokens.
+
+        histogram: k + 1 counts, the numbers of drafts with 0..k accepted tokens.
+        tokens: the number of proposed tokens, as the server counts them.
+        """
         reached = [sum(histogram[i:]) for i in range(len(histogram) - 1)]
         return cls._counted(histogram, reached, tokens)
 
@@ -238,12 +241,13 @@ class Times(StageTimes, _RunCounts):
 
 
 class Metrics(Acceptance, Times):
-    """The `metrics` of a run or a point in JSON: the fields of `Times`, then of `Acceptance`.
+    """The object `metrics` that JSON files contain for each run and for each measured point: the
+    fields of `Times`, then those of `Acceptance`, then those below.
 
     Times are in milliseconds unless the name says seconds. An engine round serves all sequences of
     the batch; a sequence-round is one sequence in one round.
 
-    draft_ms to round_ms: means per engine round.
+    draft_ms, broadcast_ms, verify_ms, sample_ms, commit_ms, round_ms: means per engine round.
     broadcast_ms: the time to send proposals and decisions to the target's other ranks. On ranks
     other than 0 it includes the wait for the draft.
     commit_ms: the time of the proposer's work after the decision.
@@ -253,12 +257,13 @@ class Metrics(Acceptance, Times):
     num_rounds_without_proposal: a number of sequence-rounds, as `num_drafts` is.
     output_tokens_per_second: the rate over prefill and decode time.
     decode_tokens_per_second: the rate over decode time only.
-    peak_memory_bytes: added by commands.
+    peak_memory_bytes: None unless the command that runs the engine adds it.
     distinct_experts: the number of experts whose weights the target reads in a layer during
     scoring, averaged over rounds and over layers with experts.
     tokens_per_round: output tokens per sequence-round.
-    num_tokens_from_prefill: at k = 0, the output tokens that prefill decided. They count as rounds
-    without proposals, but not as engine rounds, and not in decode_tokens_per_second.
+    num_tokens_from_prefill: at k = 0, the number of output tokens that prefill decided. Each counts
+    as a sequence-round without proposal, but not as an engine round, and
+    decode_tokens_per_second leaves it out.
     ttft_parts_ms: see `core.types.Sequence`; absent if a prompt has no first token.
     e2el_ms: the time from sending a request to its last token.
     in_text: see `InText`; only servers have it.
@@ -357,8 +362,8 @@ def metrics_of(
     num_output_tokens: int,
     **others: Any,
 ) -> Metrics:
-    """Compute metrics from sums over prompts. A round serves several prompts, so each prompt has a
-    share of its time, stage times and experts.
+    """Compute metrics from sums over prompts. A round serves several prompts, so each prompt is
+    assigned a share of the round's time, of its stage times and of the experts that it reads.
 
     done: the prompts that ended without an error.
     num_rounds: the sum of the prompts' shares of rounds. For the prompts of a whole run it is an

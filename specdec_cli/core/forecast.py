@@ -1,5 +1,5 @@
-"""Predicted acceptance at each token of a finished output, for any round that could begin there.
-`experiment.forecasts` uses it."""
+"""The acceptance that is expected at each token of a finished output if a round began there.
+`experiment.forecasts` predicts the rounds of whole runs from it."""
 
 from typing import Annotated, Self
 
@@ -16,16 +16,19 @@ class Forecast(Record):
     forms.
 
     Draft models have `accept` and `overlap`, lookups have `chains`, draft heads have `ahead` and
-    `overlap`, and synthetic acceptance has `draws` and `rates`. The other fields are None.
+    `overlap`, and synthetic acceptance has `draws` and `rates`. The other fields are None. Here p
+    is the target's distribution, q is the draft's, and x is the output token.
 
-    accept: N probabilities that the token would be accepted if proposed, min(1, q(x) / p(x)).
-    overlap: N sums of min(p, q), the acceptance rate before the token is known. For heads, this is
-    about the first proposal of a round.
-    chains: N pairs, for a round that begins at the token: the numbers of proposed and of accepted
-    tokens.
-    ahead: N lists, for a round that begins at the token: the probability that each proposal is
-    accepted, given that all earlier ones are.
-    draws: N uniform random numbers.
+    accept: N values of min(1, q(x) / p(x)). If the round proposed a token at the position of x,
+    this is the probability that x, the token that came out, was that proposal.
+    overlap: N sums of min(p, q) over the vocabulary, the probability that a proposal at the
+    position of x is accepted if x is not known. For draft heads, this holds for the first proposal
+    of a round.
+    chains: N pairs, the numbers of proposed and of accepted tokens in a round that begins at the
+    token.
+    ahead: N lists, one value for each proposal of a round that begins at the token: the probability
+    that the proposal is accepted, given that all earlier ones are.
+    draws: N uniform random numbers, one per output token.
     rates: the probability of acceptance at each position of a draft.
     only_k: the only proposal length for which the values hold; None if they hold for every length.
     """

@@ -1,5 +1,5 @@
-"""Paged storage for keys and values, and the allocator of its blocks. Block 0, the trash block, is
-for padding."""
+"""Paged storage for keys and values, and the allocator of its blocks. Block 0, the trash block,
+belongs to no sequence: the keys and values of padding are written there."""
 
 from dataclasses import dataclass
 

@@ -9,8 +9,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """A context manager that records the largest number of bytes alive at once inside it, `peak`.
-    Tensors made before the context do not count."""
+    """A context manager that measures the peak memory of the tensors that are created inside it.
+
+    peak: the largest number of bytes that were alive at the same time. Tensors that existed before
+    do not count.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -20,7 +23,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        # Packed MKL-DNN weights have no storage, and results are never views of them.
+        # Skip packed MKL-DNN weights: they have no storage, and no result is a view of them.
         old = {t.untyped_storage()._cdata for t in before if not t.is_mkldnn}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):

@@ -53,7 +53,8 @@ class LogitsProcessors:
         return self.penalty != 1.0
 
     def at(self, state: BatchState) -> "TextsBefore":
-        """Return the texts so far of all slots in `state`, for a round that begins now."""
+        """Return the text so far of each slot in `state`, to process the logits of the round that
+        begins now."""
         seen = None
         if self.reads_text:
             assert state.texts is not None and state.texts.seen is not None
@@ -61,8 +62,8 @@ class LogitsProcessors:
         return TextsBefore(self, seen, state.length - state.prompt)
 
     def of_text(self, tokens: Values[int], num_prompt: int) -> "TextsBefore":
-        """Return the text that consists of `tokens`, as a batch of one. num_prompt: how many of
-        them are the prompt."""
+        """Return `tokens` as the text so far of a batch of one sequence. num_prompt: the number of
+        prompt tokens, with which `tokens` begins."""
         device = self.suppressed.device
         seen = torch.zeros(1, len(self.suppressed) + 1, dtype=torch.bool, device=device)
         seen[:, torch.tensor(tokens, dtype=torch.int64, device=device)] = True
@@ -84,7 +85,7 @@ class LogitsProcessors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextsBefore:
-    """The text so far of each sequence, before the rows of logits to process.
+    """The text of each of B sequences up to the logits that are to be processed.
 
     seen: bool [B, V + 1], True for ids that the text contains; the last column is not used. It may
     be None without a repetition penalty, because only the penalty reads it.
@@ -105,9 +106,12 @@ class TextsBefore:
         return self._changed(logits, seen, 0)
 
     def after_all(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """Process logits [B, N, V'] for the positions after `tokens`, int64 [B, S]. Returns fp32.
-        Each row follows all of `tokens`, but no token of the rows before it, since all N tokens are
-        drawn at once."""
+        """Process logits [B, N, V'] for the N positions after the text and `tokens`, int64 [B, S].
+        Returns fp32.
+
+        The tokens of all N positions are drawn at once. So the penalty counts the text and `tokens`
+        in every row, but none of the N tokens.
+        """
         seen = self._seen_with(tokens)[:, None] if self.processors.reads_text else None
         return self._changed(logits, seen, tokens.shape[1])
 
@@ -118,8 +122,9 @@ class TextsBefore:
     def _changed(self, logits: Tensor, seen: Tensor | None, first: int) -> Tensor:
         """Apply all processors to logits [B, N, V']. Returns fp32.
 
-        seen: bool [B, N or 1, V + 1], the ids before each row; None if there is no penalty. first:
-        how many tokens are between the end of the texts and the first row.
+        seen: bool [B, N or 1, V + 1], True for the ids that occur before the row; None if there is
+        no penalty.
+        first: the number of tokens between the end of each text and the first row.
         """
         how, (_, rows, width) = self.processors, logits.shape
         found, never = logits.float(), how.suppressed[:width]

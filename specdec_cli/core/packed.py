@@ -1,10 +1,10 @@
-"""The inputs of passes over packed tokens and padding. They are at fixed addresses, so that CUDA
-graphs can read them.
+"""Inputs of forward passes over the packed tokens of several sequences. The inputs are at fixed
+addresses, so that CUDA graphs can read them.
 
-The tokens of a pass come first, and padding follows. Padding belongs to no sequence, its keys go to
-the trash block, and its outputs are meaningless. The host writes the inputs into one of two buffers
-in its own memory. A pass begins by copying them to the device, and ends by sending the tokens that
-it decided to the host. Legend: T maximum number of tokens, B maximum number of sequences, MB
+A pass feeds its sequences' tokens, and padding after them. Padding belongs to no sequence, its keys
+go to the trash block, and its outputs are meaningless. The host writes the inputs into one of two
+buffers in host memory. A pass begins by copying them to the device, and ends by sending the tokens
+that it decided to the host. Legend: T maximum number of tokens, B maximum number of sequences, MB
 columns of the block tables, W tokens of a pass, including padding.
 """
 
@@ -57,7 +57,8 @@ class PackedInputs:
         def on_host(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
-        # Two buffers of each kind, because the previous pass may not have started yet.
+        # Two buffers of each kind, because the host may fill one for the next pass before the
+        # previous pass has read the other.
         self._staged = on_host(2, words)
         self._told = on_host(2, num_sequences, dtype=torch.int64)
         self._pieces = [piece.numpy().data.cast("B") for piece in self._staged]
@@ -76,14 +77,18 @@ class PackedInputs:
     def fill(self, spans: list[Span], width: int, shift: int = 0, seed: int = 0) -> None:
         """Write the inputs of the next pass into the next buffer.
 
-        Waits until the pass before the last one has ended, since it used the same buffer. spans: at
-        most `width` tokens in all. width: the tokens of the pass, including padding. shift: take
-        the token ids, but not the positions, from this many tokens later in each sequence.
+        If the pass before the last one has not ended, wait for it, since it reads the same buffer.
+
+        spans: the tokens to feed, at most `width` in all.
+        width: the number of tokens of the pass, including padding.
+        shift: take each token id, but not its position, from this many tokens later in the
+        sequence.
+        seed: the seed of the random numbers.
         """
         if self._num_ended[0] < self._num_launched - 1:
             torch.cuda.synchronize(self.device)
-        # `struct` converts a list in a third of NumPy's time. Its code is also smaller, which helps
-        # because the processor must load the code into its caches again after waiting for a pass.
+        # `struct` converts a list three times as fast as NumPy. It also runs less code, which the
+        # CPU has to load into its caches again after waiting for a pass.
         held = self._pieces[self._num_launched % 2]
         of_ids, of_positions, of_starts, of_contexts, of_index, of_seed, of_tables = self._offsets
         at, ends, contexts, keys = 0, [0], [], []
@@ -125,9 +130,9 @@ class PackedInputs:
 
     @property
     def told(self) -> Tokens:
-        """The buffer on the host that receives the tokens of the pass that was filled last, int64
-        [B]. It contains them from the end of that pass until the second pass after it, which uses
-        the same buffer, ends."""
+        """The host buffer, int64 [B], for the tokens of the pass whose inputs were written last.
+        The tokens are in it once that pass has ended, and the second pass after it overwrites
+        them."""
         return self._tokens[self._num_launched % 2]
 
     def passed(self) -> None:
@@ -135,8 +140,8 @@ class PackedInputs:
         self._num_launched += 1
 
     def batch(self, width: int, num_logits: int) -> ForwardBatch:
-        """Return the batch for a pass over the first `width` tokens. Of the first `num_logits`
-        sequences, the last tokens need logits."""
+        """Return the batch for a pass over the first `width` tokens. It computes logits for the
+        last token of each of the first `num_logits` sequences."""
         positions = self.positions[:width]
         tables = self.block_tables
         batch = ForwardBatch(
@@ -170,9 +175,11 @@ def last_blocks(batch: ForwardBatch, block_size: int) -> torch.Tensor:
 
 
 def _lengths(num_tokens: int, num_sequences: int, num_columns: int) -> list[int]:
-    """Return the size of each of `_parts` in 32-bit words. Each part starts at a multiple of 16
-    bytes, because Triton would recompile kernels for unaligned addresses. The sum is a multiple of
-    16 words, so that copies can use larger pieces."""
+    """Return how many 32-bit words each tensor that `_parts` returns takes, including padding.
+
+    Each tensor starts at a multiple of 16 bytes, because Triton would recompile kernels for
+    unaligned addresses. The sum is a multiple of 16 words, so that Triton can copy with wide loads.
+    """
     words = 2 * num_tokens, 2 * num_tokens, num_sequences + 1, num_sequences, 2 * num_sequences, 2
     lengths = [-(-count // 4) * 4 for count in words]
     tables = num_sequences * num_columns

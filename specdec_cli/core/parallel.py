@@ -1,7 +1,7 @@
-"""The group of ranks that share a model. Code that needs it gets it as an argument.
+"""Groups of ranks that share a model. Code that needs a group gets it as an argument.
 
-Collectives of tensors have fixed shapes and do not wait on the host, so CUDA graphs can capture
-them. Every rank of a group must call them in the same order.
+Collectives on tensors have fixed shapes and do not make the host wait, so CUDA graphs can capture
+them. All ranks of a group must call the same collectives in the same order.
 """
 
 import os
@@ -21,7 +21,7 @@ T = TypeVar("T")
 # torch 2.13 has renamed this function, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _CPU = torch.device("cpu")
-_FEW = 1 << 16  # below this, an all-reduce on CPUs spends its time on messages, not values
+_FEW = 1 << 16  # values; an all-reduce of fewer on CPUs is limited by its number of messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class TensorParallel:
         return torch.sum(parts.view(self.size, *x.shape), 0, out=x)
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
-        """Join the ranks' parts of the last dimension, [..., part], into [..., width], on every
-        rank. Each rank's part is the range `share(width)`."""
+        """Concatenate the ranks' slices of a tensor along the last dimension. Returns the whole
+        tensor, [..., width], on every rank. x: this rank's slice, the range `share(width)`."""
         if self.group is None:
             return x
         most = -(-width // self.size)

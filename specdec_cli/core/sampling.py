@@ -35,11 +35,14 @@ def round_noise(
 ) -> Noise:
     """Generate the random numbers of one round.
 
-    seed: int64 scalar. index, length: int64 [B], the prompt index and the number of tokens of each
-    sequence. Each number depends only on the seed, the prompt index, its purpose and the position
-    of the token that it decides. So batch, order, preemption and shards cannot change what is
-    sampled. by_round: whether numbers also depend on the position at which the round starts;
-    acceptance rules that look ahead need this.
+    Each number depends only on the seed, the prompt index, the number's purpose and the position of
+    the token that it decides. So batch, order, preemption and shards cannot change what is sampled.
+
+    seed: int64 scalar.
+    index: int64 [B], the prompt index of each sequence.
+    length: int64 [B], the number of tokens of each sequence.
+    by_round: True if numbers also depend on the position at which the round starts; acceptance
+    rules that look ahead need this.
     """
     noise = ops.uniform_rows(seed, index, length, len(Purpose), k + 1, by_round)
     return Noise(noise[Purpose.DRAFT, :, :k], noise[Purpose.ACCEPT, :, :k], noise[Purpose.SAMPLE])
@@ -52,8 +55,9 @@ def next_tokens(
     index: torch.Tensor,
     length: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw one token for each row of `logits` [R, V], in a round without proposals: int64 [R]; -1
-    for rows that are not finite. seed, index, length: as for `round_noise`, with B = R."""
+    """Draw one token from each row of `logits` [R, V], in a round without proposals. Returns int64
+    [R], with -1 for rows that are not finite. seed, index, length: as for `round_noise`, with
+    B = R."""
     if params.is_greedy:
         return draw(logits, None, params, None)
     noise = round_noise(seed, index, length, 0)
@@ -67,15 +71,16 @@ def softmax_stats(logits: torch.Tensor, params: SamplingParams) -> ops.LogitRows
 
 
 def greedy_pick(logits: torch.Tensor) -> torch.Tensor:
-    """Return the index of the first maximum in each row of `logits` [..., V]: int64 [...]; -1 if
-    the row is not finite."""
+    """Return the index of the first maximum in each row of `logits` [..., V]. The result is int64
+    [...], with -1 for rows that are not finite."""
     return ops.greedy_argmax(logits.flatten(0, -2)).view(logits.shape[:-1])
 
 
 def by_target_ids(logits: torch.Tensor, ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Rearrange logits by draft ids, [..., V'], into logits by target ids, [..., V].
+    """Convert logits over the draft's vocabulary, [..., V'], to the target's, [..., V].
 
-    Ids that the draft cannot propose get -inf. ids: int64 [V'], the target's id of each draft id.
+    Tokens that the draft cannot propose get -inf. ids: int64 [V'], the target's id of each draft
+    id.
     """
     wide = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
     return wide.index_copy_(-1, ids, logits)
@@ -87,10 +92,11 @@ def draw(
     params: SamplingParams,
     noise: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Draw one token from each row of `logits` [R, V]: int64 [R]; -1 if the row is not finite.
+    """Draw one token from each row of `logits` [R, V]. Returns int64 [R], with -1 for rows that are
+    not finite.
 
-    stats: the result of `softmax_stats`; None to compute it here. noise: fp32 [R], uniform random
-    numbers; None if decoding is greedy.
+    stats: the result of `softmax_stats` for `logits`; None to compute it here.
+    noise: fp32 [R], uniform random numbers; None if decoding is greedy.
     """
     if params.is_greedy:
         return ops.greedy_argmax(logits)

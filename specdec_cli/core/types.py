@@ -66,9 +66,11 @@ class Request:
 
 
 class Arrivals(Protocol):
-    """A source of requests that arrive during a run, in order of arrival. It may choose the
-    next request by the answers so far. is_over: True if the run may stop now, even if some requests
-    have no answer yet."""
+    """A source of requests that arrive during a run, in order of arrival. Which request comes next
+    may depend on the requests that have been answered.
+
+    is_over: True if the run may stop now, even if some requests have no answer yet.
+    """
 
     def __iter__(self) -> Iterator[Request]: ...
 
@@ -112,20 +114,20 @@ class Sequence:
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
-    # The cost of a pass or a round over n sequences counts 1/n for each of them. The next five
-    # fields sum these shares: of times, of the number of rounds, and of the distinct experts read.
+    # A pass or a round over n sequences assigns 1/n of its cost to each of them. The next five
+    # fields are sums of these shares, over all passes and rounds of this sequence.
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     round_share: float = 0.0
     stage_ms: dict[str, float] = field(default_factory=dict)
     experts_share: float | None = None
-    arrived_at: float = 0.0  # host clock, seconds; the run's start or later
+    arrived_at: float = 0.0  # seconds on the host's clock; not before the run started
     queued_seconds: float = 0.0  # from arrival to first admission
-    # Total time of each model's prefill passes while this sequence had no output token yet. It
-    # includes passes over other sequences only, because this sequence waited for them, too.
+    # The total time of each model's prefill passes before this sequence's first token. Passes that
+    # fed only other sequences are included, because this sequence had to wait for them.
     target_prefill_seconds: float = 0.0
     draft_prefill_seconds: float = 0.0
-    admitted_at: float | None = None  # host clock, seconds
+    admitted_at: float | None = None  # seconds on the host's clock
     first_token_at: float | None = None
     finished_at: float | None = None
     _packed: bytes = field(init=False, repr=False)  # the initial tokens as int64
@@ -142,7 +144,8 @@ class Sequence:
 
     @property
     def noise_key(self) -> int:
-        """The lowest 32 bits of `index`. With the seed, they key the sequence's random numbers."""
+        """The lowest 32 bits of `index`. Together with the run's seed, they determine the random
+        numbers of the sequence."""
         return self.index & 0xFFFFFFFF
 
     @property
@@ -185,16 +188,16 @@ class Sequence:
 
     @property
     def distinct_experts(self) -> float | None:
-        """The mean number of distinct experts per layer whose weights the sequence's rounds read;
-        None if experts are not counted."""
+        """The number of distinct experts whose weights a round reads in a layer, averaged over the
+        sequence's rounds; None if experts are not counted."""
         if self.experts_share is None or not self.round_share:
             return None
         return self.experts_share / self.round_share
 
     def room(self, draft_max_len: int) -> int:
-        """Return the maximum number of tokens that the next round may propose. The target adds one
-        token after them, and the sequence must not exceed `max_tokens`; nor may a proposal lie past
-        the draft's context length."""
+        """Return the maximum number of tokens that the next round may propose. With the token that
+        the target adds after them, the sequence must not exceed `max_tokens`. The sequence and the
+        proposals must also fit in the draft's context length."""
         n = len(self.tokens)
         return max(0, min(self.max_tokens - n - 1, draft_max_len - n))
 

@@ -55,9 +55,12 @@ def build(
     """Load the models, choose the size of the caches and allocate them, and build the engine.
 
     longest_prompt: the length of the longest prompt in tokens; with `max_new_tokens` it limits the
-    size of the caches. on_stage: called with each of `plan.stages` as it begins. loaded_target: the
-    target of an engine that is no longer in use, to be reused; its cache is freed. Raises
-    `SetupError` if a checkpoint is damaged, a model cannot be compiled, or memory runs out.
+    size of the caches.
+    on_stage: called with each of `plan.stages` as it begins.
+    loaded_target: a target to reuse, from an engine that is no longer in use; its cache is freed.
+    None to load the target.
+
+    Raises `SetupError` if a checkpoint is damaged, a model cannot be compiled, or memory runs out.
     """
     recipe = plan.recipe
     need = _need_of(plan, longest_prompt)

@@ -139,8 +139,9 @@ class Rounds:
         self.state.load(seqs, seed)
 
     def append(self, seqs: list[Sequence], tokens: torch.Tensor) -> None:
-        """Append one token to each of `seqs` on the device only; all of them must be in slots.
-        tokens: int64 [R] on the device, for R sequences. The host reads them later."""
+        """Append one token to each of `seqs`, which must be in slots. This changes only the state
+        on the device; the host reads the tokens later. tokens: int64 [R] on the device, for R
+        sequences."""
         place = self._places()
         self.state.append([place[id(seq)] for seq in seqs], tokens, self.parts.eos_ids)
 
@@ -248,9 +249,10 @@ class RoundCache:
         self._pool = self._texts = None
 
     def _make(self, parts: RoundParts, k: int) -> tuple[Rounds, ...]:
-        # A pass may write up to `ahead` positions past the end of the longest sequence. If it also
-        # feeds tokens that a cache lacks, padding takes up to k more positions. Block tables need
-        # columns for these positions; the columns contain block 0, where writes do no harm.
+        # A pass may write up to `ahead` positions past the end of the longest sequence. A pass that
+        # also feeds tokens missing from its cache is padded by up to k more positions. Block tables
+        # need columns for all these positions; the columns contain block 0, where writes do no
+        # harm.
         ahead = max(k, parts.proposer.ahead(k)) if parts.proposer is not None else k
         held = min(self.allocator.blocks_for(parts.max_model_len), self.allocator.num_usable)
         columns = held + self.allocator.blocks_for(ahead + k + 1)

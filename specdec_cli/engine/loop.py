@@ -118,10 +118,10 @@ class Engine:
     ) -> RunResult:
         """Decode every request with proposal length `k`; 0 is plain autoregressive decoding.
 
-        on_emit: called with new tokens as soon as the host has read them. While requests are still
-            to arrive, it is called after every step, if need be with an empty list, as a heartbeat.
-        arrivals: more requests, in order of arrival. The engine asks for each one only once the one
-            before it is due; None if there are none.
+        on_emit: called with new tokens as soon as the host has read them. As long as more requests
+            will arrive, it is called after every step as a heartbeat, even without new tokens.
+        arrivals: more requests, in order of arrival; None if there are none. The engine takes a
+            request from `arrivals` only when the one before it is due.
 
         A request that cannot run ends with finish_reason "error" at once, and `on_emit` gets an
         emission without tokens for it. Raises `RunError` if logits are not finite.
@@ -217,7 +217,7 @@ class Engine:
         """Begin a run: queue `requests` and return the state that `step` advances."""
         assert k == 0 or self.proposer is not None, "proposing needs a proposer"
         self._take_target()
-        # Without a proposer, plain decoding does none of the work that only proposals need.
+        # At k = 0, leave out the proposer, so that plain decoding skips all work for proposals.
         proposer = self.proposer if k else None
         draft_max_len = proposer.max_len if proposer is not None else 0
         ahead = proposer.ahead(k) if proposer is not None else 0
@@ -263,8 +263,11 @@ class Engine:
         )
 
     def step(self, run: Run) -> list[Emission]:
-        """Advance the run: launch a round or the passes over a chunk of prompts, or only read
-        results. Return the tokens that the host has read in this step."""
+        """Advance the run by one step. Return the tokens that the host has read in this step.
+
+        A step launches a round, or launches the prefill passes over a chunk of prompt tokens, or
+        only reads results.
+        """
         if run.scheduler.pending and not self._has_work(run):
             return []
         began = time.perf_counter()
@@ -274,7 +277,7 @@ class Engine:
         if not run.rounds.in_flight and (emissions := self._fill(run, began)) is not None:
             return emissions
         stays_ahead = self._launch(run)
-        emissions = self._read_prefill(run)  # only now, so that the round was prepared meanwhile
+        emissions = self._read_prefill(run)  # only now: the host queued the round during prefill
         return emissions if stays_ahead else emissions + self._read_last(run)
 
     def _has_work(self, run: Run) -> bool:
@@ -295,8 +298,9 @@ class Engine:
         return not scheduler.is_idle or run.rounds.in_flight > 0
 
     def _fill(self, run: Run, began: float) -> list[Emission] | None:
-        """Queue the passes over the next chunk of tokens that the caches lack. If they lack none,
-        read the results of the last chunk, but only if the next round depends on them.
+        """Queue the prefill passes over the next chunk of tokens that are missing from the caches.
+        If no tokens are missing, read the results of the last chunk, but only if the next round
+        depends on them.
 
         Return the tokens that were read, or None if nothing was done and a round can start.
         """
@@ -322,9 +326,13 @@ class Engine:
         return self.policy.next_k(ks, run.last, self.costs, run.rounds.num_slots)
 
     def _must_settle(self, run: Run) -> bool:
-        """Return whether the host must read the round in flight before it queues another one. It
-        must if sequences can be admitted or must be preempted, if rounds with fewer slots would do,
-        if all sequences may have ended, or if the proposer may have to catch up first."""
+        """Return whether the host must read the round in flight before it queues another one.
+
+        It must if sequences can be admitted or must be preempted, if rounds with fewer slots are
+        enough for the running sequences, or if all sequences may have ended. It also must if the
+        next round proposes tokens and the last did not, because the proposer's cache may then lack
+        tokens.
+        """
         if not run.rounds.in_flight:
             return False
         scheduler = run.scheduler
@@ -333,7 +341,7 @@ class Engine:
             or run.rounds_for(len(scheduler.running)) is not run.rounds
             or all(len(s.tokens) + 1 >= s.max_tokens for s in scheduler.running)
             or scheduler.is_short(run.k + 1)
-            or (run.rounds.last_k == 0 and self._next_k(run) > 0)  # proposer may have to catch up
+            or (run.rounds.last_k == 0 and self._next_k(run) > 0)  # draft cache may lack tokens
         )
 
     def _read_last(self, run: Run) -> list[Emission]:

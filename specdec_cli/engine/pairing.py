@@ -147,9 +147,9 @@ def check_shared(
         hint = f"shapes and dtypes must agree; a draft that has {what} needs no draft.share"
         hint = hint if is_asked else "give both models the same dtype"
         raise SetupError(_not_borrowed(what, draft, why, is_asked=is_asked), hint)
-    # A tied weight (LM head and embedding in one) is still loaded if only one of its two uses is
-    # borrowed. If the LM head is split over ranks, it is a view of the embedding as long as the
-    # embedding is loaded; otherwise it is a separate weight.
+    # If one weight is tied, that is, used both as embedding and as LM head, borrowing only one of
+    # the two does not save loading it. An LM head that is split over ranks is a view of the
+    # embedding if the embedding is loaded, and a separate weight if not.
     tied = draft.shards.tied
     loaded: dict[int, int] = {
         id(p): held_bytes(p) for n, p in own.items() if tied.get(n) not in own
@@ -167,7 +167,7 @@ def _not_borrowed(what: str, draft: Description, why: str, *, is_asked: bool) ->
 
 
 def _sizes(weight: torch.Tensor) -> str:
-    """Return text for messages that states the sizes of an embedding or an LM head."""
+    """Describe the sizes of an embedding or an LM head for an error message."""
     vocabulary, width = weight.shape
     return f"a vocabulary of {vocabulary} tokens and a hidden size of {width}"
 

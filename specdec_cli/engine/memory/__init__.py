@@ -1,1 +1,2 @@
-"""Determines how much memory a run needs on each rank: estimated from configs, or measured."""
+"""Determines how much memory a run needs on each rank, by estimating it from the models' configs or
+by measuring it."""

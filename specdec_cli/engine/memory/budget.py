@@ -17,9 +17,9 @@ _CGROUP = "/sys/fs/cgroup"
 class CacheNeed:
     """The sizes of a run that determine how many cache blocks it needs.
 
-    longest: the number of tokens of the longest sequence. k: the largest number of tokens that a
-    round proposes, or one less than the number of tokens that a draft pass feeds per sequence, if
-    that is larger.
+    longest: the number of tokens of the longest sequence.
+    k: the maximum number of tokens that a round proposes per sequence, or, if that is larger, one
+    less than the number of tokens that a draft pass feeds per sequence.
     """
 
     batch_size: int
@@ -29,8 +29,8 @@ class CacheNeed:
 
     @property
     def blocks_per_sequence(self) -> int:
-        """The number of blocks that the longest sequence needs. They also have space for the tokens
-        of two more rounds."""
+        """The number of blocks that the longest sequence needs, including space for the tokens of
+        two more rounds."""
         return -(-(self.longest + 2 * (self.k + 1)) // self.block_size)
 
     @property
@@ -94,8 +94,8 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The memory of all ranks. Every rank gets the same number of blocks, namely as many as fit on
-    the rank where the fewest fit."""
+    """The memory of all ranks. All ranks get the same number of blocks, so the number is limited by
+    the rank where the fewest blocks fit."""
 
     ranks: tuple[RankMemory, ...]
 
@@ -114,8 +114,8 @@ class Split:
         return rank.kv_budget_bytes - self.num_blocks * rank.block_bytes
 
     def check(self, block_size: int) -> None:
-        """Raise `NoRoomError` if not even two blocks fit, the minimum for a cache. The error's
-        message states the sizes involved."""
+        """Raise `NoRoomError` if fewer than two blocks fit, which is the minimum for a cache. The
+        error's message states the sizes involved."""
         least = self.limiting
         if least.fits >= 2:
             return
@@ -173,8 +173,9 @@ def host_budget(cache: CacheSection, available: int, num_ranks: int) -> int:
 
 
 def on_host(activation_bytes: int, weight_bytes: int) -> Overhead:
-    """Return the overhead of a rank on a CPU. Each rank counts an equal share of the host's memory.
-    Activations are included for information: on a CPU, the caches' budget ignores them."""
+    """Return the overhead of a rank on a CPU. The host's memory is divided equally among its ranks.
+    The result includes activations only so that they can be shown: the budget for the caches on a
+    CPU does not depend on them."""
     ranks = local_world_size()
     total = total_memory() // ranks
     taken = (total_memory() - available_memory()) // ranks
@@ -197,7 +198,8 @@ def total_memory() -> int:
 
 def available_memory() -> int:
     """Return the available host memory in bytes. This is the estimate in /proc/meminfo, or half of
-    the total if that has none; but no more than the control group's memory limit leaves."""
+    the host's memory if /proc/meminfo has no estimate. If the control group has a memory limit, the
+    result is at most what this limit leaves."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:

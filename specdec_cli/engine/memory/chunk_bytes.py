@@ -12,9 +12,10 @@ from specdec_cli.models.draft import Draft
 
 
 class ChunkBytes(NamedTuple):
-    """The bytes that copies of keys and values take on a GPU. first: while a prompt's first chunk
-    is processed. later: how much more they take in later chunks, which also attend to earlier
-    tokens.
+    """The bytes that copies of keys and values take on a GPU.
+
+    first: the bytes during a prompt's first chunk.
+    later: the additional bytes during later chunks, which also attend to earlier tokens.
     """
 
     first: int = 0
@@ -27,8 +28,8 @@ def prefill_tokens(plan: Plan, need: CacheNeed) -> int:
 
 
 def chunk_bytes(plan: Plan, need: CacheNeed) -> ChunkBytes:
-    """Return the bytes of the copies, summed over those of this rank's models that have fused
-    layers; other models make no copies."""
+    """Return the bytes of the copies that all models on this rank make together. Only models with
+    fused layers make copies."""
     tokens = min(prefill_tokens(plan, need), need.longest - 1)
     found = [
         _bytes_of(model, tokens, need.longest - 1)

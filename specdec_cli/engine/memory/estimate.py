@@ -35,8 +35,8 @@ COMMUNICATION_BYTES = 832 * 2**20
 
 
 class PassBytes(NamedTuple):
-    """The bytes of activations and of CUDA graphs. They mean the same as `activation_bytes` and
-    `graph_bytes` of `engine.memory.budget.RankMemory`."""
+    """The bytes of activations and of CUDA graphs, defined as `activation_bytes` and `graph_bytes`
+    in `engine.memory.budget.RankMemory`."""
 
     activation: int
     graphs: int
@@ -63,26 +63,28 @@ def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
     prefill += _PER_STREAM + cache_rounding(plan)
     if plan.no_cuda_graphs is not None:
         return PassBytes(prefill, 0)
-    # The factor 2: captured rounds share one pool, and the warm-up rounds before them leave as much
-    # memory in another one.
+    # The factor 2 is for two memory pools: captured rounds share one, and the warm-up rounds that
+    # run before the capture leave as much memory reserved in another.
     in_round = _passes_bytes(plan, need.batch_size) + method.in_round
     graphs = 2 * (in_round + _PER_STREAM) + len(slot_counts(need.batch_size)) * _PER_GRAPH
     return PassBytes(prefill, graphs + method.held)
 
 
 def _drawn(model: Draft, need: CacheNeed) -> int:
-    """Return the maximum number of rows of logits in a prefill pass of `model`. Only the target's
-    pass may compute logits, one row per sequence: in plain decoding, it decides first tokens."""
+    """Return the maximum number of rows of logits in a prefill pass of `model`. In plain decoding,
+    the target's pass computes one row per sequence to decide its first token. A draft's prefill
+    pass computes no logits."""
     return need.batch_size if model.spec.role == "target" else 0
 
 
 def _prompt_graphs_bytes(plan: Plan, need: CacheNeed) -> int:
-    """Estimate the bytes of captured prefill passes: of their memory pool, of the buffers for
-    inputs and results, and of the graphs themselves. Like a measurement, count them as
-    activations."""
+    """Estimate the bytes of captured prefill passes: their memory pool, the buffers for inputs and
+    results, and the graphs themselves. Estimates count them as activations because measurements
+    do."""
     largest = width_of(prefill_tokens(plan, need)) or WIDTHS[-1]
-    # Each width has a separate graph for each number of logit rows that occurs with it. Few widths
-    # occur with all numbers, so count one graph per width, and each number once more.
+    # There is one graph for each width and number of logit rows that occur together. Few widths
+    # occur with every number of rows, so estimate the number of graphs as the number of widths plus
+    # the number of row counts, not as their product.
     count = WIDTHS.index(largest) + 1 + len(slot_counts(need.batch_size))
     found = _PER_STREAM + count * len(plan.held) * _PER_PROMPT_GRAPH
     for model in plan.held:
@@ -161,9 +163,9 @@ def estimate_rank(plan: Plan, need: CacheNeed, machine: Machine) -> RankMemory:
 
 
 def draft_shares(plan: Plan, degree: int) -> list[tuple[int, int]]:
-    """Return two sizes for each rank in bytes: of the draft's weights, and of one block of the
-    draft's cache. The draft is assumed to be split over the first `degree` ranks; other ranks have
-    zeros. Raises `SetupError` if it cannot be split over so many ranks."""
+    """Return, for each rank, the bytes of the draft's weights and of one block of the draft's cache
+    if the draft is split over the first `degree` ranks. Both are zero on other ranks. Raises
+    `SetupError` if the draft cannot be split over so many ranks."""
     assert plan.draft is not None
     found = [(0, 0)] * plan.parallel.size
     for rank in range(degree):

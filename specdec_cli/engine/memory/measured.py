@@ -165,8 +165,8 @@ def memory_of(
 
 
 def _on_gpu(plan: Plan, capture: Callable[[], None], run: Callable[[], None]) -> Overhead:
-    """Call `capture` and `run`, and measure how much memory torch reserves for each. The rest of
-    the used memory is outside torch."""
+    """Call `capture` and `run`, and measure how much memory torch reserves during each. Memory that
+    is in use but not reserved by torch becomes `other_bytes`."""
     device = plan.device
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_reserved(device)
@@ -190,8 +190,8 @@ def _on_gpu(plan: Plan, capture: Callable[[], None], run: Callable[[], None]) ->
 
 
 def cache_rounding(plan: Plan) -> int:
-    """Return the bytes that the caches may take in addition because of rounding: each layer's keys
-    and each layer's values are an allocation, whose size torch rounds up."""
+    """Return how many bytes the caches may take beyond the sizes of their tensors. Each layer's
+    keys are one allocation and its values another, and torch rounds up the size of each."""
     return 2 * sum(len(held.layers) for held in plan.held) * SEGMENT
 
 
