@@ -12,8 +12,10 @@ from specdec_kernels.linear.stored import Stored
 
 
 class Fused(NamedTuple):
-    """Operands of the steps that a kernel fuses with the matmul of x [T, K] and a weight. The
-    weight is [N, K], or [2N, K] with an activation."""
+    """Operands of the steps (norm, bias, activation, residual) that a kernel fuses with a matmul.
+
+    The matmul multiplies x [T, K] by a weight [N, K], or [2N, K] with an activation.
+    """
 
     squares: Tensor | None = None
     """[T, P] fp32, P partial sums of squares for each row of x. The kernel computes each row's root

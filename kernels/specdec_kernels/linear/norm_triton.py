@@ -23,7 +23,7 @@ def activate(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def normed_row(x, norm, eps, K: tl.constexpr):
-    """Return the RMS norm of a row of K values. Beyond these, x must be padded with zeros."""
+    """Return the RMS norm of a row of K values. x holds the row, padded with zeros."""
     wide = x.to(tl.float32)
     wide *= tl.rsqrt(tl.sum(wide * wide) / K + eps)
     return (wide * norm.to(tl.float32)).to(x.dtype)

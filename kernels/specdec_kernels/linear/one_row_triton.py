@@ -3,15 +3,16 @@ residual.
 
 A program loads all of its rows of the weight into registers at once, before it waits for the
 preceding kernel. Since this takes no shared memory, the programs fit on the multiprocessors beside
-those of the preceding kernel, and memory stays busy while that kernel ends. Otherwise memory would
-be idle between kernels, for most of the time in small layers like those of a draft model. Tensor
-cores gain nothing for one row, so the kernel uses ordinary multiplications.
+those of the preceding kernel, and keep memory busy while that kernel ends. Otherwise memory would
+be idle between kernels. With small layers, like those of a draft model, it would be idle most of
+the time. Tensor cores gain nothing for one row, so the kernel uses ordinary multiplications.
 
 The tiles of a quantised weight hold bytes. If a byte has two codes, they belong to two columns of
-x. At a time, a thread loads LANE values of x and LANE bytes of the weight, so that it has the
-values of x that belong to its bytes; otherwise threads would have to exchange values. The LANE
-bytes of one load share one scale and one zero. If the two columns of a byte may lie in different
-groups, the low codes of a load share one scale and zero, and the high codes another.
+x. Each load of a thread reads LANE bytes of the weight, and the thread also loads the values of x
+by which it multiplies their codes, LANE values per load. Otherwise, threads would have to exchange
+values. The LANE bytes of one load share one scale and one zero. If the two columns of a byte may
+lie in different groups, the low codes of a load share one scale and zero, and the high codes share
+another.
 """
 
 from typing import Any
@@ -54,14 +55,17 @@ def per_code_of(form: Form | None) -> int:
 
 @triton.jit
 def low_columns(byte):
-    """Return the columns of the low codes of bytes with two codes. byte: indices of the bytes."""
+    """Return the columns that the low codes of bytes belong to, if a byte has two codes.
+
+    A block of 2 * HALF columns takes HALF bytes: see `stored.unpacked`. byte: the bytes' indices.
+    """
     return byte + byte // HALF * HALF
 
 
 @triton.jit
 def columns_of(rows_ptr, ROW: tl.constexpr, CHUNK: tl.constexpr, FORM: tl.constexpr):
-    """Load the values of x by which the codes of a weight are multiplied. Return two sequences of
-    tiles [M, CHUNK], one for the low and one for the high codes of the bytes.
+    """Load x in the order of a weight's codes, if each byte has two codes. Return two sequences of
+    tiles [M, CHUNK]: the values to multiply by low codes, and those to multiply by high codes.
 
     rows_ptr: [M, 1], pointers to rows of x. ROW: bytes of codes in a row of the weight.
     """
@@ -87,8 +91,10 @@ def fields_of(
     LANE: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Load the scales, or the zeros, of a weight: one for every LANE bytes, which a thread loads at
-    a time. Return a sequence of tiles [N, CHUNK / LANE]."""
+    """Load the scales, or the zeros, of a weight. Return a sequence of tiles [N, CHUNK / LANE].
+
+    A thread loads LANE bytes of codes at a time, so each tile has one scale or zero per LANE bytes.
+    """
     tiles = ()
     for start in tl.static_range(0, ROW, CHUNK):
         byte = start + tl.arange(0, CHUNK // LANE)[None, :] * LANE
@@ -168,8 +174,8 @@ def dot_products(
     LANE: tl.constexpr,  # elements that a thread loads at a time
     FORM: tl.constexpr,  # None for an unquantised weight
 ):
-    """Return the dot products of x and each row of the weight, fp32 [N]. Scales that whole rows
-    share are not applied. Threads exchange sums only once, at the end."""
+    """Return the dot products of x and each row of the weight, fp32 [N]. Threads exchange sums only
+    once, at the end. If there is one scale per row, the caller must apply it."""
     scales, zeros, scales_high, zeros_high = groups
     sums = tl.zeros([N, CHUNK // LANE], tl.float32)
     for chunk in tl.static_range((ROW + CHUNK - 1) // CHUNK):
@@ -226,7 +232,7 @@ def one_row_linear_kernel(
     PER_CODE: tl.constexpr = per_code_of(FORM)
     ROW: tl.constexpr = K // PER_CODE
     rows_ptr = weight_ptr + (feature * ROW)[:, None]
-    # A thread loads LANE values of x at a time, 16 bytes, and LANE elements of the weight.
+    # Each load of a thread reads LANE values of x (16 bytes), or LANE elements of the weight.
     LANE: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     if FORM is not None:
         # program_id(1) is always 0. Adding it times LANE changes nothing, but makes the compiler
@@ -255,9 +261,9 @@ def one_row_linear_kernel(
         norm = tl.load(norm_ptr + column, mask=live, other=0.0)
     after_predecessor(DEPENDENT)
 
-    # If a chunk of x has fewer than LANE values for each thread, load it once for every row of the
-    # weight, so that each thread loads the values it needs. If x were loaded only once, the other
-    # threads would have to get their values through shared memory.
+    # If a chunk of x has fewer than LANE values per thread, load it once for every row of the
+    # weight, so that each thread loads the values it needs. If x were loaded only once, only some
+    # threads would load it, and the others would have to get the values through shared memory.
     X_ROWS: tl.constexpr = TILES.block_n if TILES.chunk < 32 * TILES.num_warps * LANE else 1
     x_rows = x_ptr + tl.zeros([X_ROWS, 1], tl.int32)
     if PER_CODE == 2:

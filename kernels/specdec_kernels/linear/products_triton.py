@@ -54,8 +54,8 @@ def chosen(
 ) -> tuple[Product | None, Tensor | Stored]:
     """Choose the kernel for a matmul. Return it, or None for cuBLAS, and the weight to use with it.
 
-    If no kernel can read a quantised weight, the returned weight is dequantised, and the choice is
-    made for that.
+    If no kernel can read a quantised weight, dequantise it, choose a kernel for the dequantised
+    weight, and return that weight.
     """
     product = choose(kind, x, weight)
     if product is None and isinstance(weight, Stored):

@@ -5,12 +5,20 @@ They compute RMS norms (Zhang and Sennrich, arXiv 1910.07467) and matmuls, some 
 (Shazeer, arXiv 2002.05202) or a residual. Norms round like transformers' LlamaRMSNorm, or like its
 GemmaRMSNorm if the weight is fp32.
 
-Legend: T is the number of packed tokens, K of input features, N of output features, F of features
-of the MLP, and V of tokens in the vocabulary. All tensors have contiguous rows. A weight [N, K]
-comes from `pack_weight`, and a bias is [N]. A `Normed` x has exactly the rows that `embed`,
-`add_norm` or `linear_add_norm` returned. `into`, [T, N] and contiguous, is an optional output
-buffer, on CUDA only. `norm_weight` [N] and `eps` belong to the norm that follows the matmul: that
-of the MLP, of the next layer, or the final one.
+Legend:
+T: the number of packed tokens.
+K: the number of input features.
+N: the number of output features.
+F: the number of features in the MLP.
+V: the number of tokens in the vocabulary.
+weight: [N, K], from `pack_weight`.
+bias: [N].
+x: if it is a `Normed`, exactly the rows that `embed`, `add_norm` or `linear_add_norm` returned.
+into: [T, N], contiguous, an optional output buffer; CUDA only.
+norm_weight, eps: the weight [N] and epsilon of the norm that follows the matmul: the norm before
+    the MLP, the first norm of the next layer, or the final norm.
+
+All tensors have contiguous rows.
 """
 
 from functools import lru_cache

@@ -2,8 +2,10 @@
 
 `KINDS` lists the encodings. `Stored.plain` is the reference implementation of decoding. Checkpoint
 formats order their codes differently, so the reader of each format converts them to the order used
-here. Legend: N is the number of output features and K of input features. The weights of E experts
-form one tensor [E, N, K].
+here.
+
+Legend: N is the number of output features, and K is the number of input features. The weights of E
+experts form one tensor [E, N, K].
 """
 
 from collections.abc import Callable, Sequence
@@ -105,10 +107,10 @@ class Storage:
     """The format of a quantised weight, without its values.
 
     kind: a name in `KINDS`.
-    group: how many rows and how many columns share a scale; 0 columns stand for whole rows. The
-        last group of a row or column may be smaller.
-    has_zeros: whether each group has a zero, which is subtracted from its decoded codes. Zeros are
-        int8 for int8 codes, and uint8 otherwise.
+    group: (rows, columns), the size of a group of values that share a scale; 0 columns mean that
+        groups span whole rows. The last group of a row or column may be smaller.
+    has_zeros: whether each group has a zero point, called zero for short, which is subtracted from
+        its decoded codes. Zeros are int8 for int8 codes, and uint8 otherwise.
     scales: the dtype of the scales: fp32, fp16 or bf16, or uint8 for powers of two. A uint8 is the
         exponent plus 127 (e8m0 of https://arxiv.org/abs/2310.10537, which has no zero and no sign;
         255 is NaN).
@@ -124,8 +126,12 @@ class Storage:
 
     @property
     def is_apart(self) -> bool:
-        """True if kernels must scale the low and high codes of bytes separately, because the two
-        values of a byte may have different scales, or because they have minima."""
+        """True if kernels must scale the low and high codes of bytes separately.
+
+        That is so if the two values of a byte may have different scales. It is also so if the
+        weight has minima, because matmul kernels do not subtract minima when they scale both
+        together.
+        """
         return KINDS[self.kind].per_code > 1 and (self.group[1] % BLOCK > 0 or self.has_minima)
 
     def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -171,9 +177,9 @@ class Storage:
         """Quantise numbers [..., N, K] to this format.
 
         The scale of each group is chosen so that the group's largest magnitude becomes the kind's
-        `largest`. If scales are powers of two, the scale is rounded up, and the result may be as
-        small as half of that. If the format has zeros or minima, they are not fitted to the
-        numbers: each just subtracts the kind's `middle` from the codes.
+        `largest`. Scales that must be powers of two are rounded up, so the largest magnitude may
+        become as small as half of `largest`. If the format has zeros or minima, they are not fitted
+        to the numbers: each just subtracts the kind's `middle` from the codes.
         """
         kind, (high, wide), (rows, columns) = KINDS[self.kind], self.group, numbers.shape[-2:]
         wide = wide or columns
@@ -259,7 +265,7 @@ class Stored:
 
     def reordered(self, order: Tensor) -> "Stored":
         """Reorder the rows within each run of P consecutive rows. If groups do not consist of whole
-        runs, each row of the result gets its own scales.
+        runs, rows may move to another group, so each row of the result gets its own scales.
 
         order: int64 [P]. Row i of a run becomes what row order[i] of that run was before.
         """

@@ -28,7 +28,7 @@ class Form(NamedTuple):
     has_minima: bool
     is_apart: bool  # whether low and high codes are scaled separately: see `Storage.is_apart`
     whole: int  # columns in complete blocks of 128
-    rest: int  # replaces HALF in an incomplete last block; 0 if there is none
+    rest: int  # the same as HALF, for an incomplete last block; 0 if all blocks are complete
 
     @classmethod
     def of(cls, weight: Stored) -> "Form":
@@ -156,7 +156,7 @@ def tile_groups(
     scales_ptr, zeros_ptr, start, begin_low, live, FORM: tl.constexpr, SLICES: tl.constexpr
 ):
     """Load the scales and zeros of the tile that begins at byte `start`. Return the scales and
-    zeros of its low codes, then those of its high codes. All four are as in `groups_of`."""
+    zeros of its low codes, then those of its high codes, in the shapes that `groups_of` returns."""
     column = first_columns(start, begin_low, FORM)
     scale, zero = groups_of(scales_ptr, zeros_ptr, column, live, FORM, SLICES)
     scale_high, zero_high = scale, zero
@@ -180,8 +180,10 @@ def row_scales(scales, live, FORM: tl.constexpr):
 
 @triton.jit
 def row_scaled(sums, scale, FORM: tl.constexpr, dtype: tl.constexpr):
-    """Finish fp32 sums from `stored_sums`: if whole rows share a scale, multiply by it and by the
-    factor of `corrected`. Otherwise, both were already applied.
+    """Finish fp32 sums from `stored_sums`.
+
+    If there is one scale per row, call `corrected`, and multiply the sums by the scales. Otherwise,
+    return the sums unchanged, because `stored_sums` has done both for each group.
 
     scale: the rows' scales, in a shape that broadcasts over the sums. dtype: the dtype of x.
     """

@@ -45,9 +45,9 @@ def stored_rows_kernel(
     scales_ptr,  # [N / FORM.high, FORM.groups]
     zeros_ptr,  # uint8 zeros, or minima in the scales' dtype, in the scales' shape; or None
     x_scales_ptr,  # [T] fp32, scales of the terms; None if x is not split into terms
-    x_sums_ptr,  # [K / BLOCK, T] fp32, sums of x in each block; only for terms and 4-bit codes
-    partial_ptr,  # [SPLITS, T, N], with ACTIVATION [2, SPLITS, T, N], fp32, output; if SPLITS > 1
-    counters_ptr,  # [at least row blocks * N / BLOCK_N] int32, zeros; used only with SPLITS > 1
+    x_sums_ptr,  # [K / BLOCK, T] fp32, sums of x per block; used only with terms and int4
+    partial_ptr,  # [2 if ACTIVATION else 1, SPLITS, T, N] fp32, output; used only with SPLITS > 1
+    counters_ptr,  # int32 zeros, at least one per block of the output; used only with SPLITS > 1
     num_rows,
     num_features,  # N
     x_stride,
@@ -172,8 +172,9 @@ def stored_rows_linear(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Multiply x [T, K] by a quantised weight with `stored_rows_kernel`.
 
-    as_terms: whether to split x into fp8 terms. Tiles must then have a single slice. The codes must
-        be fp8, or int4. With int4, a tile must be one block of columns, which share a scale.
+    as_terms: whether to split x into fp8 terms. Tiles must then have a single slice, and the codes
+        must be fp8 or int4. With int4, a tile must be as wide as a block of interleaved codes, K
+        must be a multiple of that width, and all columns of a block must share a scale.
     fused: fields of `Fused`, as keyword arguments.
 
     Returns `Launch.results`.

@@ -6,8 +6,8 @@ product is multiplied by the scales of that group. If whole rows share a scale, 
 sums at the end.
 
 A program multiplies a share of each row of the weight. If the share has at most `Tiles.early`
-values, the program loads all codes, scales and zeros of it before it waits for the preceding
-kernel.
+values, the program loads all of the share's codes, scales and zeros before it waits for the
+preceding kernel.
 """
 
 import triton
@@ -40,8 +40,9 @@ from specdec_kernels.linear.stored_groups_triton import (
 
 @triton.jit
 def without_zeros(numbers, zero, FORM: tl.constexpr):
-    """Subtract zeros from int4 values that `decoded_halves` returns, and the 128 by which they are
-    too large. Codes without zeros have a zero of 8; minima are not subtracted here."""
+    """Subtract the zeros of int4 values from `decoded_halves`, and the 128 by which these values
+    are too large. If the weight has neither zeros nor minima, the zero is 8. If it has minima, only
+    128 is subtracted, and `add_scaled` subtracts the minima."""
     if FORM.has_minima:
         return numbers - tl.full([], 128.0, numbers.dtype)
     elif FORM.has_zeros:
@@ -120,8 +121,9 @@ def load_x(
     FORM: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Load the values of x by which a tile's low codes and its high codes are multiplied. Return
-    two tensors [M, W] or [SLICES, M, W]; they are the same if a byte has only one code."""
+    """Load two tiles of x: the values to multiply by the low codes of the weight's tile, and those
+    to multiply by its high codes. Both are [M, W] or [SLICES, M, W], and they are the same if a
+    byte has only one code."""
     SLICES: tl.constexpr = TILES.slices
     WIDTH: tl.constexpr = TILES.block_k // FORM.per_code // SLICES
     live = along_rows(row_live, SLICES) & inside
@@ -145,8 +147,8 @@ def held_share(
     FORM: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Load a program's whole share of the weight into registers. Return two tuples with an element
-    for each tile: its codes, and the scales and zeros that `tile_groups` returns for it."""
+    """Load a program's whole share of the weight into registers. Return two tuples, each with one
+    element per tile: the tiles' codes, and what `tile_groups` returns for the tiles."""
     SLICES: tl.constexpr = TILES.slices
     TILE: tl.constexpr = TILES.block_k // FORM.per_code
     WIDTH: tl.constexpr = TILE // SLICES
@@ -165,9 +167,9 @@ def pinned(tile):
     """Return the tile unchanged, through inline assembly that the compiler cannot move before
     earlier loads.
 
-    Threads must exchange the values of a matmul's operand. The compiler would otherwise place this
-    exchange directly after the operand's load. It waits for the load, so the next load would start
-    only when the previous one has ended.
+    Before a matmul, threads must exchange the values of its operands. Without the assembly, the
+    compiler would place the exchange directly after the operand's load. Since the exchange has to
+    wait for that load, the next load would not start until the previous one has ended.
     """
     if INTERPRETED:
         return tile
@@ -234,7 +236,7 @@ def stored_sums(
     zeros_up,
     live,  # [N]
     first,  # the first byte to read in each row of the weight
-    stop,  # the end of the bytes to read
+    stop,  # where to stop reading, in bytes, exclusive
     sums,  # [N, M] or [SLICES, N, M] fp32
     sums_up,
     K: tl.constexpr,

@@ -1,8 +1,9 @@
 """Multiplies the fp8 terms of x (see `terms_triton`) by four-bit codes.
 
-A byte that holds only a four-bit code n is a valid e4m3 with the value n * CODE. So codes need no
-decoding: it is enough to separate the two codes of each byte, which takes less than one instruction
-for both. A block of codes is the left operand of one matmul, in registers.
+A byte whose low four bits are a code n, and whose other bits are 0, is a valid e4m3 with the value
+n * CODE, where CODE is 2^-9. So codes need no decoding: it is enough to separate the two codes of
+each byte, which takes less than one instruction for both. A block of codes is the left operand of
+one matmul, in registers.
 
 To subtract zeros from the codes, the kernel would have to decode the codes first. Instead, a
 separate matmul multiplies the sums of x over each block by the block's scales times zeros, and its
@@ -27,9 +28,13 @@ LIFT = tl.constexpr(2.0**24)  # factor for scales: a matmul would read denormal 
 
 @triton.jit
 def add_block(x, codes, scale, sums, FORM: tl.constexpr):
-    """Multiply x [M * TERMS, COLUMNS] by a block of codes, bytes [N, BYTES], and by its scales
-    unless they are scales of whole rows. Add the results, times CODE, to sums [N, M], and return
-    the sums. The factor CODE arises because codes are read as e4m3."""
+    """Multiply x by a block of codes. If the block has its own scales, multiply by these, too. Add
+    the results to `sums`, and return `sums`.
+
+    The results contain the factor CODE, because the codes are read as e4m3.
+
+    x: [M * TERMS, COLUMNS]. codes: bytes [N, BYTES]. sums: [N, M].
+    """
     none = tl.zeros([codes.shape[0], x.shape[0]], tl.float32)
     found = sum_of_terms(add_product(x, block_as_fp8(codes), none, 1, True))
     if FORM.wide > 0:

@@ -11,10 +11,10 @@ ANY = 1 << 62
 class Tiles(NamedTuple):
     """Launch configuration of `few_rows_triton.few_rows_linear_kernel`."""
 
-    block_m: int  # at least the rows of x; if below 16, rows of x are the columns of mma.sync
+    block_m: int  # rows of x per program; if below 16, they are the N dimension of mma.sync
     block_n: int  # features per program
     block_k: int  # step along the reduction dimension
-    slices: int  # into how many equal slices block_k is cut, each for its own warps
+    slices: int  # number of equal slices of block_k, each computed by its own warps
     splits: int  # how many programs share the reduction dimension
     prefetch: int  # values of each weight row to prefetch before waiting for the previous kernel
     num_warps: int
@@ -27,22 +27,24 @@ class Tiles(NamedTuple):
 
 Products = dict[str, tuple[Case[Tiles | None], ...]]
 
-# For each kind of matmul, the cases in the order in which they are tried. A case has the tiles,
-# then the maximum rows of x and the maximum output features, then the minimum K. If no case fits,
-# or if the case has no tiles, cuBLAS computes the matmul.
+# For each kind of matmul, the cases in the order in which they are tried. A case consists of the
+# tiles, the maximum numbers of rows of x and of output features, and the minimum K. If no case
+# fits, or if the case has no tiles, cuBLAS computes the matmul.
 #
-# Up to 8 rows of x are the columns of mma.sync, and up to 16 are its rows. More rows use an M of
-# 64, which the compiler maps to wgmma. A limit of 2112 features means 16 for each of the 132
-# multiprocessors. With 16 features per program, four warps share block_k. A single warp would run
-# all matmuls one after another, and this would take longer than loading the weights.
+# With up to 8 rows of x, these are the N dimension of mma.sync. With up to 16, they are its M
+# dimension. More rows use an M of 64, which the compiler maps to wgmma. A limit of 2112 features
+# means 16 for each of the 132 multiprocessors. With 16 features per program, four warps share
+# block_k. A single warp would run all matmuls one after another, and this would take longer than
+# loading the weights.
 #
-# For more than 16 rows of x, programs have more features. Every program loads and multiplies all of
-# x, so fewer programs are faster: at 5120 features, 80 programs of 64 features are faster than 160
-# programs of 32. From 65 rows on, a gate has tiles only if one wave of programs fills at least 4 of
-# 5 multiprocessors; otherwise cuBLAS was faster. A Markov head has as many features as the
-# vocabulary, and a small K. Starting a program costs as much as its loads there, so its programs
-# have many features. The cases of "add" with more than 6720 features, and those with 2816 features
-# and a K of 8192, were measured on halves and quarters of a 70B model.
+# With more than 16 rows of x, each program computes more features. Every program loads and
+# multiplies all of x, so fewer programs are faster: at 5120 features, 80 programs with 64 features
+# each are faster than 160 programs with 32. From 65 rows on, a gate has tiles only if one wave of
+# programs fills at least 80 % of the multiprocessors; otherwise cuBLAS was faster. A Markov head
+# has as many features as the vocabulary, and a small K. With so small a K, starting a program costs
+# as much as its loads, so each program computes many features. The cases of "add" with more than
+# 6720 features, and those with 2816 features and a K of 8192, were measured on halves and quarters
+# of a 70B model.
 H200: Products = {
     "norm": (
         Case(Tiles(8, 16, 512, 4, 1, 256, 4, 3, 512), (8, 16896), (3584,)),
@@ -106,7 +108,8 @@ TABLES = {(9, 0): H200}  # by compute capability
 # Matmuls with quantised weights, by kind of code. The weight is the left operand, in registers, so
 # features are the M of the tensor-core instruction. For up to 16 rows of x, programs have 16
 # features, the M of mma.sync. For more rows, they have 64 or 128, because the M of wgmma is 64.
-# 0 splits mean as many as give every multiprocessor three programs of four warps, or one of eight.
+# If `splits` is 0, `choose_stored_tiles` chooses enough splits, within its limits, to give every
+# multiprocessor three programs of four warps, or one program of eight warps.
 _BYTES: Products = {
     "norm": (
         Case(Tiles(8, 16, 1024, 4, 1, 1024, 4, 3), (8, ANY), (0,)),
@@ -145,9 +148,9 @@ _HALVES: Products = {
         *_BYTES["add"][2:],
     ),
 }
-# Tiles for weights with minima, or with groups of fewer than 32 columns. Larger tiles, or more
-# values loaded early in a gate, need more registers than there are, as the compiler reports. They
-# were not timed.
+# Tiles for weights with minima, or with groups of fewer than 32 columns. With larger tiles, or with
+# more values loaded early in a gate, the compiler reports that the registers do not suffice. These
+# tiles were not timed.
 FINE: Products = {
     kind: (
         Case(Tiles(8, 16, 256, 4, splits, 256, 4, 3, few), (8, ANY), (0,)),
@@ -165,8 +168,9 @@ FINE: Products = {
 STORED_ROWS = 64
 STORED = {"fp8": _BYTES, "int8": _BYTES, "int4": _HALVES, "mxfp4": _HALVES}
 
-# Tiles for matmuls of fp8 terms of x with more than 8 rows, by kind of code. 0 splits mean as many
-# as possible with at most one program of eight warps, or two of four, on each multiprocessor.
+# Tiles for matmuls in which x has more than 8 rows and is split into fp8 terms, by kind of code. If
+# `splits` is 0, `choose_terms_tiles` chooses as many splits as possible with at most one program of
+# eight warps, or two programs of four warps, on each multiprocessor.
 _TERMS: Products = {
     kind: (
         Case(Tiles(32, 128, 128, 1, 0, 256, 8, few), (32, ANY), (0,)),

@@ -20,7 +20,7 @@ from specdec_kernels.linear.stored import BLOCK, KINDS, Stored
 from specdec_kernels.linear.tile_tables import FINE, STORED, TABLES, TERMS, Tiles
 from specdec_kernels.tiles import first_fit, table_for
 
-FEW_ROWS = 64  # up to this many rows of x, tables have tiles and matmuls compute the norm too
+FEW_ROWS = 64  # up to this many rows of x, tiles are adapted and matmuls start the next norm
 WASTE = 1.25  # a partial last wave matters if ceil(waves) / waves is at least this
 SCRATCH = 4096  # bytes of shared memory for exchanges between warps
 
@@ -28,22 +28,25 @@ SCRATCH = 4096  # bytes of shared memory for exchanges between warps
 NARROW = 7168  # one-row kernels are used if the residual stream has fewer bytes per row
 LANE = 16  # bytes per load of a thread
 LOADED = 256  # bytes of the weight that each thread holds in registers
-GATE = 4096  # minimum bytes of gate weights, and as many of up weights, per program
+GATE = 4096  # minimum bytes of gate weights per program; it loads as many of up weights
 MOST = 16  # maximum features per program
 CHUNK = 2048  # maximum values of a row in one tile
-HEAD = 4  # with more output features per input feature, a matmul must be the LM head
+HEAD = 4  # if output features / input features exceeds this, the matmul is the LM head
 
 # Matmuls with quantised weights.
 LEAST = 512  # minimum values of a weight row per split
 SPLITS = 8  # maximum splits
-FEW = 8  # up to this many rows, decoding codes is faster than fp8 terms of x
+FEW = 8  # up to this many rows of x, decoding codes is faster than splitting x into fp8 terms
 SLICE = 16  # minimum bytes per slice, the K of one tensor-core instruction
 
 
 def spread(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY) -> Tiles:
-    """Add pipeline stages until two programs no longer fit on one multiprocessor, if every program
-    can have one of its own. Otherwise a kernel that starts before the preceding kernel has ended
-    would crowd its programs onto the multiprocessors that become free first."""
+    """Add pipeline stages until two programs no longer fit on one multiprocessor, but only if there
+    is a multiprocessor for every program.
+
+    Otherwise, a kernel that starts before the preceding kernel has ended would crowd its programs
+    onto the multiprocessors that become free first.
+    """
     if programs > MULTIPROCESSORS:
         return tiles
     stage = (tiles.block_n + tiles.block_m) * tiles.block_k * itemsize
@@ -72,15 +75,15 @@ def resident(tiles: Tiles, itemsize: int, room: int = SHARED_MEMORY) -> int:
 
 
 def buffers(tiles: Tiles, itemsize: int) -> int:
-    """Return the number of a pipeline's buffers. It is one fewer than the number of stages. With
-    wgmma it equals the number of stages, because wgmma reads a buffer for longer."""
+    """Return how many buffers a pipeline needs: one fewer than it has stages, or, with wgmma, as
+    many as it has stages, because wgmma reads a buffer for longer."""
     is_wgmma = tiles.block_m >= 64 and itemsize == 2
     return tiles.num_stages if is_wgmma else tiles.num_stages - 1
 
 
 def fitted(tiles: Tiles, parts: int, itemsize: int, room: int) -> Tiles:
-    """Reduce the number of stages, and then block_k, until the tiles fit into `room` bytes of
-    shared memory.
+    """Reduce the number of stages until the tiles fit into `room` bytes of shared memory. If fewer
+    than two stages would fit, first stop loading weights early, and then halve block_k down to 64.
 
     parts: the number of weight tiles per stage, 2 for a gate.
     """
@@ -164,7 +167,7 @@ def choose_row_tiles(kind: str, x: Tensor, weight: Tensor | Stored) -> RowTiles 
             return None
         held = width // KINDS[weight.storage.kind].per_code
         # If low and high codes are scaled separately, their scales and minima need as many
-        # registers as the values of x, so count a row at the size of x.
+        # registers as the values of x, so assume that a row of the weight is as large as x.
         row = row if weight.storage.is_apart else held
     if kind == "norm" and num_features > HEAD * width:
         return None
@@ -192,9 +195,9 @@ def fits_lanes(weight: Stored) -> bool:
 
 
 def chunk_of(width: int, least: int) -> int:
-    """Return the largest power of 2 that is a good chunk size for rows of `width` values: the
-    unused lanes of the last chunk are at most 30 % of the width. It is at least `least`, even if
-    more lanes are unused."""
+    """Return the chunk size for rows of `width` values, at most CHUNK: the largest power of 2 with
+    which the unused lanes of the last chunk are at most 30 % of the width. Never return less than
+    `least`, even if more lanes are then unused."""
     chunk = min(CHUNK, power_of_2_from(width))
     while chunk > least and 10 * (-width % chunk) > 3 * width:
         chunk //= 2
@@ -214,7 +217,7 @@ def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
     tiles = first_fit(kinds[kind], (x.shape[0], features), (weight.shape[1],))
     if tiles is None:
         return None
-    if x.dtype == torch.float32:  # used only to compare results; mma.sync reads half as many values
+    if x.dtype == torch.float32:  # only for comparing results; mma.sync's K is half as large
         tiles = tiles._replace(block_k=max(128, tiles.block_k // 4), num_stages=2, early=0)
     if tiles.splits == 0:
         wanted = MULTIPROCESSORS * (3 if tiles.num_warps == 4 else 1)
@@ -226,8 +229,12 @@ def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
 
 
 def choose_terms_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
-    """Return tiles for a matmul of fp8 terms of x [T, K] and a quantised weight's codes. Return
-    None if decoding the codes is faster, or if this x or these codes do not allow it."""
+    """Return tiles for a matmul that splits x [T, K] into fp8 terms and multiplies these by a
+    quantised weight's codes.
+
+    Return None if the GPU or the kind of code has no table, if x is not bf16, if decoding the codes
+    is faster, or if the columns of a tile do not share one scale.
+    """
     table = TERMS.get(gpu_of(x.device).capability, {}).get(weight.storage.kind)
     if table is None or weight.storage.is_apart or x.dtype != torch.bfloat16:
         return None
@@ -245,9 +252,9 @@ def choose_terms_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
 
 
 def slices_for(weight: Stored, block_k: int, least: int) -> int | None:
-    """Return the number of slices into which a tile of `block_k` columns must be cut so that each
-    slice lies in one group of columns. It is at least `least`. Return None if the kernels cannot
-    read the weight in slices."""
+    """Return the number of slices, at least `least`, into which a tile of `block_k` columns must be
+    cut so that each slice lies in one group of columns. Return None if the kernels cannot read the
+    weight in slices."""
     if weight.storage.kind not in STORED:
         return None
     kind, (_, wide) = KINDS[weight.storage.kind], weight.storage.group

@@ -1,12 +1,12 @@
-"""The steps of a round that run on the device: inputs of a pass, lookup of proposals, greedy
-acceptance, state update, time stamps.
+"""The steps of a speculative round that run on the device. They prepare the inputs of a forward
+pass, look up proposals, accept greedily, update the state, and record times.
 
 Legend for shapes:
-B: sequences.
-R: rows of L tokens each.
+B: the number of sequences.
+R: the number of rows of the token history, of L tokens each.
 K: the maximum number of proposals per sequence.
-Q: the tokens of each sequence that a pass processes.
-MB: block-table columns.
+Q: the number of tokens per sequence that a forward pass processes.
+MB: the number of block-table columns.
 
 Block 0 is the trash block: padding tokens write their keys and values to it.
 """
@@ -32,12 +32,12 @@ def padded_pass(
     max_len: int,
     num_ids: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Prepare the inputs of a pass that processes Q tokens per sequence, at positions from length +
-    offset on.
+    """Prepare the inputs of a forward pass that processes Q tokens per sequence. Token j of a
+    sequence has the position length + offset + j.
 
-    Token j of a sequence is real iff the sequence is active, the token's position is one of the
-    model's, and lens >= offset + j + margin (if lens are given). All other tokens are padding, and
-    their keys and values go to the trash block.
+    A token is real iff the sequence is active, the position lies in 0..max_len - 1, and, if lens
+    are given, lens >= offset + j + margin. All other tokens are padding, and their keys and values
+    go to the trash block.
 
     tokens: [B, Q] int64; clamped to 0..num_ids - 1.
     length: [B] int64, the sequences' lengths.
@@ -78,14 +78,15 @@ def accept(
     """Verify greedily: accept all proposals before the first one that differs from the target's
     choice.
 
-    The result is that of `reject_logits` with one-hot distributions. If rates are given, a proposal
-    is instead accepted iff its noise is below the rate for its index, whatever the target chose.
+    The result is that of `reject_logits` with one-hot distributions. If rates are given, they are
+    used instead of the comparison: a proposal passes iff its `accept_noise` is below the rate for
+    its index, whatever the target chose. All proposals before the first that fails are accepted.
 
     proposed: [B, K] int64, -1 where the draft's logits were not finite.
     best: [B, K + 1] int64, the target's choices, -1 where its logits were not finite.
     lens: [B] int64, the number of proposals in each row.
     accept_noise: [B, K] fp32 in [0, 1), or None.
-    rates: [K] fp32, or None.
+    rates: [K] fp32, the acceptance rate for each index, or None.
 
     Returns:
         Tokens [B, K + 1] int64, of which the first accepted + 1 are valid.
