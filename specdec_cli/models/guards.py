@@ -24,10 +24,12 @@ from specdec_cli.text import inert, shortened
 
 T = TypeVar("T")
 
-TEXT_SECONDS = 10.0  # time limit of native code; 10 more per million characters or ids
-TEMPLATE_SECONDS = 10.0  # limit on the processor time to render one conversation
-TEMPLATE_BYTES = 2 * 2**30  # memory that rendering may take beyond what the process uses
-MOST_CHARACTERS = 2**25  # limit on a text after rendering or steps of tokenizer.json
+TEXT_SECONDS = 10.0  # time limit for native code, plus 10 s per million characters or ids
+TEMPLATE_SECONDS = 10.0  # limit on the CPU time for rendering one conversation
+TEMPLATE_BYTES = 2 * 2**30  # memory that rendering may use in addition to the process's own
+# The maximum length of a rendered conversation, and of a text that the steps in tokenizer.json have
+# lengthened.
+MOST_CHARACTERS = 2**25
 FILE_BYTES = 2**28
 _READ = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".bpe"}
 _MOST_GROWTH = 10_000
@@ -35,7 +37,8 @@ _MOST_STEPS = 1000
 
 
 def unsafe_file(folder: Path) -> Path | None:
-    """Return a file of a tokenizer that is not a regular file or is too large to read, or None."""
+    """Return the first tokenizer file in `folder` that is too large to read or is not a regular
+    file, or None if there is none."""
     for file in sorted(folder.iterdir()):
         if file.suffix in _READ and (not file.is_file() or file.stat().st_size > FILE_BYTES):
             return file
@@ -43,9 +46,11 @@ def unsafe_file(folder: Path) -> Path | None:
 
 
 def growth_of(steps: Any, part: str) -> int:
-    """Return the largest factor by which the steps in one part of tokenizer.json can multiply a
-    text's length. Raises a `ValueError` that names the `part` if the factor is too large, or if
-    there are so many steps that native code would abort.
+    """Return the largest factor by which `steps` can multiply the length of a text. part: the
+    section of tokenizer.json that contains the steps.
+
+    Raises a `ValueError` that names the section if the factor is too large, or if there are so many
+    steps that native code would abort.
     """
     growth, count, inner = 1, 0, [steps]
     while inner:
@@ -71,7 +76,8 @@ def _copies(template: Any) -> int:
 
 
 def check_length(length: int, growth: int) -> None:
-    """Raise `ValueError` if steps could make a text of `length` characters too long."""
+    """Raise `ValueError` if a text of `length` characters would be too long after a tokenizer's
+    steps have made it `growth` times as long."""
     if growth > 1 and length * growth > MOST_CHARACTERS:
         raise ValueError(
             f"it can make a text {growth} times as long, and there is one of {length} characters"
@@ -83,8 +89,9 @@ def bounded(seconds: float, size: int) -> Iterator[None]:
     """Limit the time and memory of Python code in the block. This works in the main thread only; in
     other threads there is no limit.
 
-    seconds: the processor time after which `TimeoutError` is raised. size: the bytes that the code
-    may take in addition to the process's present memory; beyond them, `MemoryError` is raised.
+    seconds: the CPU time after which `TimeoutError` is raised.
+    size: the number of bytes that the code may use in addition to what the process uses now. Beyond
+    that, `MemoryError` is raised.
     """
     if threading.current_thread() is not threading.main_thread():  # only it receives signals
         yield
@@ -156,7 +163,7 @@ def native_lines() -> Iterator[None]:
     """Collect the lines that native code writes to descriptors 1 and 2 during the block.
     Afterwards, write them to standard error, except those about a panic."""
     with _held:
-        held: dict[int, tuple[int, int]] = {}  # a copy of each descriptor, and its file in memory
+        held: dict[int, tuple[int, int]] = {}  # descriptor: (its duplicate, a file in memory)
         for descriptor in (1, 2):
             # These errors mean that the stream is closed, or that the system is not Linux.
             with suppress(OSError, AttributeError):

@@ -8,8 +8,8 @@ import torch
 from specdec_kernels.linear.stored import Storage, Stored, plain_of
 from torch import Tensor, nn
 
-# Unused memory is returned after moving a weight of at least this many values. Smaller weights
-# leave too little to be worth the time.
+# After a weight with at least this many values has been moved, unused memory is returned. Smaller
+# weights free so little memory that this is not worth the time.
 LARGE = 1 << 18
 
 
@@ -55,7 +55,7 @@ class StoredParameter(nn.Parameter):
 
 
 def weight_of(parameter: Tensor) -> Tensor | Stored:
-    """Return the weight of a module's parameter, either plain or quantised, as it is stored."""
+    """Return the weight of a module's parameter as it is stored, whether quantised or not."""
     if not isinstance(parameter, StoredParameter):
         return parameter.data
     assert parameter.value is not None, "on meta"
@@ -87,9 +87,11 @@ def lendable(model: Any) -> dict[str, Any]:
 
 
 def borrowed_weights(draft: Any, target: Any, share: tuple[str, ...]) -> dict[str, nn.Parameter]:
-    """Return the target's weights that a draft uses, by their names in the draft module. share: the
-    modules whose weights to borrow, by their names in `lendable`. The modules themselves are not
-    shared, because in some families they scale their outputs."""
+    """Return the target's weights that a draft borrows, by their parameter names in the draft.
+
+    share: the keys of `lendable` that say which modules' weights to borrow. Only the weights are
+    shared, not the modules themselves, because in some families these scale their outputs.
+    """
     names = {id(module): name for name, module in draft.named_modules()}
     ours, theirs = lendable(draft), lendable(target)
     return {f"{names[id(ours[what])]}.weight": theirs[what].weight for what in share}

@@ -57,7 +57,8 @@ class HiddenStates:
         return taken[0]
 
     def forget(self) -> None:
-        """Drop the states of a failed pass. The next compiled pass expects to start with none."""
+        """Drop the states that a failed pass has recorded, because the next compiled pass expects
+        to start with none."""
         self._states.clear()
 
     def remove(self) -> None:
@@ -67,7 +68,8 @@ class HiddenStates:
 
 
 def _decoder_of(module: Any) -> tuple[nn.Module, nn.ModuleList]:
-    """Return the submodule that runs the layers and the final norm, and the layers."""
+    """Return a module's decoder, which runs the layers and the final norm, and the decoder's list
+    of layers."""
     count = module.config.num_hidden_layers
     return next(
         (owner, child)

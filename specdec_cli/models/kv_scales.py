@@ -1,8 +1,8 @@
 """The scales of a KV cache in fp8: the checkpoint's own, or 1.
 
 A checkpoint has one scale for keys and one for values, per layer or per head. Keys and values are
-divided by their scale. The names of scales are those of compressed-tensors, Model-Optimizer or
-AutoFP8.
+divided by their scale. The scales are found by the names that compressed-tensors, Model-Optimizer
+and AutoFP8 give them.
 """
 
 import re
@@ -87,8 +87,12 @@ def read_scales(
 def _of_heads(
     stored: torch.Tensor, told: str, heads: int, parallel: TensorParallel
 ) -> torch.Tensor:
-    """Return this rank's part of a stored scale, fp32 [heads]. told: the scale's name in
-    messages."""
+    """Convert a stored scale to one value for each KV head of this rank, fp32 [heads].
+
+    stored: a single scale for the layer, or one for each of the model's KV heads.
+    told: the scale's name in messages.
+    heads: the number of KV heads that this rank caches.
+    """
     found, size = stored.float().flatten(), parallel.size
     if not (count := len(found)) or not bool(((found > 0) & found.isfinite()).all()):
         raise SetupError(f"{told} has a value that is not a scale: {stored.tolist()}", _WITHOUT)
@@ -105,7 +109,8 @@ def _of_heads(
 
 
 def _scales_in(spec: ModelSpec, place: Path) -> dict[tuple[int, str], str]:
-    """Return the names of a checkpoint's scales, by layer and by k (keys) or v (values)."""
+    """Return the names of a checkpoint's scales, by (layer index, "k" for keys or "v" for values).
+    There are none for dummy weights and GGUF files."""
     if spec.load_format == "dummy" or is_gguf(place):
         return {}
     names: Collection[str] = tensor_names(place)

@@ -61,7 +61,8 @@ class Unfilled:
 
     draft_tensors: matches the names of tensors in the model's files that only its draft reads; None
     if there are none.
-    names: translates tensor names if the files also hold another model; otherwise None.
+    names: translates tensor names and leaves out those of other models in the same files; None if
+    the names need no translation.
     """
 
     spec: ModelSpec
@@ -115,8 +116,8 @@ def open_tensors(description: Unfilled) -> Iterator[dict[str, Read]]:
 
 
 def _by_own_names(description: Unfilled, tensors: dict[str, Read]) -> dict[str, Read]:
-    """Return the readers of the model's tensors by its own names, or all readers if no `names` are
-    set."""
+    """Keep the readers of tensors that belong to the model, and rename them as in the module. If
+    `description.names` is None, return all readers unchanged."""
     names = description.names
     if names is None:
         return tensors

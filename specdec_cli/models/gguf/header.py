@@ -18,7 +18,9 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"}
 _SCALARS |= {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
-_MOST_STRINGS = 1 << 22  # in all arrays together; the largest models have 1 << 20 tokens and merges
+# The maximum number of strings in all arrays together. The largest models have 1 << 20 tokens and
+# merges.
+_MOST_STRINGS = 1 << 22
 _MOST_NUMBERS = 1 << 22  # maximum number of values in one array
 _MOST_KEYS, _MOST_TENSORS = 1 << 16, 1 << 20
 _NAME_BYTES = 1 << 12
@@ -28,8 +30,13 @@ _MOST_ALIGNMENT = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """The place of a tensor in a file. shape: slowest dimension first. kind: the number of its GGML
-    type. start, nbytes: its offset and its size in bytes."""
+    """The location, shape and type of a tensor in a file.
+
+    shape: the slowest dimension comes first.
+    kind: the number of the GGML type.
+    start: the offset from the beginning of the file, in bytes.
+    nbytes: the size in bytes.
+    """
 
     file: Path
     shape: tuple[int, ...]
@@ -132,7 +139,7 @@ class _HeaderReader:
 
     def fits(self, count: int, least: int, what: str, most: int | None = None) -> None:
         """Raise `ValueError` if the rest of the file is too short for `count` items of at least
-        `least` bytes each, or if there are more than `most`."""
+        `least` bytes each, or if `count` exceeds `most` (None for no limit)."""
         if count * least > self.size - self.at:
             raise ValueError(f"it says that it has {count} {what}, more than its bytes can hold")
         if most is not None and count > most:
@@ -172,8 +179,8 @@ class _HeaderReader:
         return self.texts(count, what)
 
     def texts(self, count: int, what: str) -> list[str]:
-        """Read `count` strings. This is a separate loop, written for speed, since there may be
-        hundreds of thousands."""
+        """Read `count` strings. A vocabulary has hundreds of thousands, so this is a separate loop,
+        written for speed."""
         found, at, content, size = [], self.at, self.content, self.size
         length_of = struct.Struct("<Q").unpack_from
         try:

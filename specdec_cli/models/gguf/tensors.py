@@ -80,9 +80,8 @@ def kinds_of(header: Header) -> list[str]:
 
 
 def readers(module: Any, header: Header, dtype: torch.dtype) -> tuple[dict[str, Read], list[str]]:
-    """Return two results: a reader for each tensor of `module` that the file has, by the module's
-    name for it, and the names of the tensors in the file that are not used. Readers convert to
-    `dtype`."""
+    """Return a reader for each tensor of `module` that the file has, by its name in the module, and
+    the names of the file's tensors that are not used. The readers convert to `dtype`."""
     found, used = {}, set()
     for name, sources, change in _sources(module, header):
         found[name] = _reader([header.tensors[source] for source in sources], dtype, change)
@@ -95,9 +94,10 @@ ReadAs = Callable[[Storage], Stored]
 
 
 def kept_readers(module: Any, header: Header) -> dict[str, tuple[Storage, ReadAs]]:
-    """Return, by name, each matrix of `module` that can stay quantised as (storage, reader). The
-    storage corresponds to the matrix's type in the file. The reader is called with the storage to
-    convert to: either that one, or one that several matrices share."""
+    """Find the matrices of `module` that can stay quantised. Returns (storage, reader) for each, by
+    name. `storage` is the one that fits the matrix's type in the file. The reader takes the storage
+    to convert to. It may differ from `storage`, because matrices that are merged into one matmul
+    need the same storage, even if their types in the file differ."""
     found: dict[str, tuple[Storage, ReadAs]] = {}
     for name, sources, change in _sources(module, header):
         stored = [header.tensors[source] for source in sources]
@@ -113,8 +113,9 @@ def is_plain(header: Header) -> bool:
 
 
 def _sources(module: Any, header: Header) -> Iterator[tuple[str, list[str], Change | None]]:
-    """Yield the tensors of `module` that a file has, as (name, names in the file, change of layout
-    or None)."""
+    """Yield, for each tensor of `module` that a file has, its name, the names of the tensors in the
+    file that it is made from, and the function that converts their layout (None if it is the
+    same)."""
     architecture = str(header.values["general.architecture"])
     name_in_file = _names(architecture, module.config.num_hidden_layers)
     for name in module.state_dict():
@@ -199,8 +200,8 @@ def _halves(value: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _reader(stored: list[TensorPlace], dtype: torch.dtype, change: Change | None) -> Read:
-    """Return a reader of one tensor of the module. stored: the tensor in the file. For the merged
-    gate and up projections of experts there are two, which the reader concatenates."""
+    """Return a function that reads one tensor of the module. stored: the tensor in the file, or the
+    two tensors with the gate and up projections of experts, which the reader concatenates."""
 
     def read(part: Part | None = None) -> torch.Tensor:
         # Read vectors in fp32. Files store the weights of gemma's norms plus 1, so 1 must be
@@ -235,8 +236,8 @@ def read_stored(
 ) -> torch.Tensor:
     """Read a tensor of a file, or some rows of a matrix, in `dtype`.
 
-    out: a tensor of that shape to fill; None for a new one. Raises `SetupError` if the file has
-    changed.
+    out: the tensor to fill, which must have the shape of the result; None to allocate one. Raises
+    `SetupError` if the file has changed.
     """
     first, last, _ = rows.indices(stored.shape[0])
     shape = (last - first, *stored.shape[1:])
@@ -265,7 +266,8 @@ def read_stored(
 
 @contextmanager
 def _told(stored: TensorPlace) -> Iterator[None]:
-    """Turn errors in the block, which mean that the file has changed, into `SetupError`."""
+    """Turn errors in the block into `SetupError`. They mean that the file has changed since its
+    header was read."""
     try:
         yield
     except (OSError, ValueError) as problem:
@@ -276,19 +278,20 @@ def _told(stored: TensorPlace) -> Iterator[None]:
 
 
 def _plain(content: np.ndarray[Any, Any], kind: str, number: int) -> torch.Tensor:
-    """Dequantise bytes of one type into a flat array."""
+    """Convert bytes of one GGML type to a flat tensor of values, dequantising them if needed. kind,
+    number: the name and the number of the type."""
     from gguf import dequantize
     from gguf.constants import GGMLQuantizationType
 
     if kind in _PLAIN:
         return torch.from_numpy(np.array(content)).view(_PLAIN[kind])
-    with np.errstate(all="ignore"):  # do not warn of scales that are NaN or infinite
+    with np.errstate(all="ignore"):  # do not warn about scales that are NaN or infinite
         found = dequantize(np.array(content)[None], GGMLQuantizationType(number))
     return torch.from_numpy(found).flatten()
 
 
 def is_undone(kind: int) -> bool:
-    """True if the gguf package can dequantise a type. This is tried on a block of zeros."""
+    """True if the gguf package can dequantise a type. To find out, dequantise a block of zeros."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)][1]

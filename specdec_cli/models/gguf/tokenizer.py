@@ -12,7 +12,9 @@ from specdec_cli.models.gguf.header import Header
 from specdec_cli.models.gguf.tensors import FROM_GGUF
 from specdec_cli.text import shown
 
-_VOCABULARY_BYTES = 1 << 25  # limit: without merges, transformers slowly tries all splits
+# The maximum length of all tokens together. If a file has no merges, transformers derives them by
+# trying all splits of every token, which is slow.
+_VOCABULARY_BYTES = 1 << 25
 _TOKEN_BYTES = 1 << 12
 _CONTROL, _USER_DEFINED = 3, 4
 _BYTE_LEVEL, _PIECES = "gpt2", "llama"  # kinds of tokenizers
@@ -33,8 +35,8 @@ _SPECIAL = {
 
 
 def gguf_tokenizer(header: Header) -> Any:
-    """Return transformers' tokenizer for a model in a GGUF file. Raises `ValueError` for an
-    impossible vocabulary."""
+    """Return transformers' tokenizer for a model in a GGUF file. Raises `ValueError` if the
+    vocabulary is missing or invalid."""
     from transformers import PreTrainedTokenizerFast
 
     values, vocabulary = header.values, _vocabulary(header)
@@ -61,8 +63,8 @@ def gguf_tokenizer(header: Header) -> Any:
 
 
 def _vocabulary(header: Header) -> dict[str, Any]:
-    """Return the arguments of transformers' `convert_gguf_tokenizer`, by name. Raises `ValueError`
-    for an impossible vocabulary."""
+    """Return the file's vocabulary and its settings, by the names that transformers'
+    `convert_gguf_tokenizer` uses. Raises `ValueError` if the vocabulary is missing or invalid."""
     try:
         from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING as table
     except ImportError:  # earlier versions of transformers

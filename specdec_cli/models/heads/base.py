@@ -2,8 +2,8 @@
 
 The input of a head for one token is called a row. Row t reads the target's hidden state of token t
 (its features) and the embedding of token t + shift. Its keys are stored at position t. Legend: T
-packed rows, H width of the head, F width of the features, V ids of the target, Vd ids that the head
-can propose.
+packed rows, H width of the head, F width of the features, V size of the target's vocabulary, Vd
+number of ids that the head can propose.
 """
 
 from collections.abc import Mapping
@@ -78,19 +78,19 @@ class HeadConfig:
     quantisation: Settings | None = None
 
     def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """Return the target's hidden states that the head reads, as transformers numbers them.
-        Raises `SetupError` for layers that the target does not have.
+        """Return the indices of the target's hidden states that the head reads, numbered as in
+        transformers. Raises `SetupError` for layers that the target does not have.
         """
         raise NotImplementedError
 
     def own_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the weights outside the layers, by name. Without HEAD among them,
-        the embedding is also the output matrix."""
+        """Return the shapes of the weights outside the layers, by name. If HEAD is not among them,
+        the embedding is also used as the output matrix."""
         raise NotImplementedError
 
     def renamed(self, name: str) -> str | None:
-        """Return the name in `shapes` of a checkpoint's tensor, or None if the tensor is not
-        needed."""
+        """Translate a tensor name in the checkpoint to the name that `shapes` uses. Returns None if
+        the head does not need the tensor."""
         return name
 
     def width_read(self, layer: int) -> int:
@@ -105,8 +105,8 @@ class HeadConfig:
 
     @property
     def sizes_held(self) -> dict[str, int]:
-        """The number of values in memory of each weight whose size differs from the checkpoint's,
-        by name."""
+        """The number of values that a weight has in memory, by its name. Only weights that have a
+        different number in the checkpoint are listed."""
         return {}
 
     @property
@@ -116,8 +116,8 @@ class HeadConfig:
 
     def carried_bytes(self, itemsize: int) -> int:
         """Return the number of bytes that each block of the cache needs for outputs that are kept
-        until the next round. Usually this is one hidden state if `carries`, and otherwise
-        nothing."""
+        until the next round. By default, this is one hidden state if `carries` is true, and nothing
+        otherwise. itemsize: the number of bytes per value."""
         return self.hidden_size * itemsize * self.carries
 
     @property
@@ -141,7 +141,8 @@ class HeadConfig:
 
     @property
     def facts(self) -> dict[str, str]:
-        """More facts about the head for the record of a run: texts by title."""
+        """More facts about the head for the record of a run. The keys are titles, the values are
+        descriptions."""
         return {}
 
     def passes(self, k: int) -> Passes:
@@ -156,9 +157,9 @@ class HeadConfig:
         return [LayerShape(heads, self.body.head_dim, self.body.head_dim)] * len(self.windows)
 
     def split(self, parallel: TensorParallel) -> tuple[nn.ModuleDict, dict[str, Part]]:
-        """Return this rank's layers on meta, and its parts of the weights that are split over
-        ranks, by name. All other weights are whole on every rank. Raises `Indivisible` for sizes
-        that cannot be divided among the ranks.
+        """Return this rank's layers on meta, and a `Part` for each weight that is split over ranks,
+        by name. All other weights are whole on every rank. Raises `Indivisible` for sizes that
+        cannot be divided among the ranks.
         """
         body = layers_of(self.body, [self.width_read(i) for i in range(len(self.windows))])
         if parallel.size == 1:

@@ -1,5 +1,5 @@
-"""Describe a draft head before its weights are read: check it against its target, and compute its
-memory."""
+"""Describe a draft head before its weights are read: check that it fits its target, and compute how
+much memory it needs."""
 
 import math
 import re
@@ -52,8 +52,9 @@ class HeadDescription:
     num_target_layers: the number of layers of the target.
     feature_layers: the indices of the target's hidden states that the head reads.
     borrows: the names of the weights that it takes from the target.
-    gathers_head: whether it borrows the target's output matrix but needs other rows than this rank
-        of the target holds. The matrix is then gathered, and the head keeps a copy of its rows.
+    gathers_head: whether it borrows the target's output matrix but needs rows that other ranks of
+        the target hold. The matrix is then gathered, and the head keeps a copy of the rows that it
+        needs.
     """
 
     spec: ModelSpec
@@ -108,10 +109,11 @@ class HeadDescription:
         sizes |= config.sizes_held
         numbers, packed_names = 2 * self.max_len * int(config.body.head_dim), set[str]()
         for names in config.products() if is_cpu else ():
-            # A CPU keeps each merged projection packed, plain or in both forms. Only the embedding
-            # is also kept separately.
+            # On a CPU, each merged projection is kept packed, unpacked or in both forms. Of the
+            # matrices that are merged, only the embedding is also kept by itself.
             packed, plain = ops.forms_of(count := sum(sizes[name] for name in names), self.dtype)
-            # The target counts the plain form of the output matrix that it lends.
+            # If the head borrows the target's output matrix, the unpacked form already counts
+            # towards the target's memory.
             is_lent = names[0] == HEAD and HEAD in not_held
             numbers += count * (packed + (plain and not is_lent))
             packed_names |= {*names} - {EMBEDDING}
@@ -225,8 +227,9 @@ def describe_head(
     dtype = target.dtype if spec.dtype == "auto" else getattr(torch, spec.dtype)
     lent = _lent_by(target.module)
     whole = lent[HEAD].new_empty(target.vocab_size, lent[HEAD].shape[1])
-    # The target's output matrix must be gathered if its ranks hold other rows than the head's ranks
-    # need. Models that are split over the same number of ranks need the same rows.
+    # The target's output matrix must be gathered if the head's ranks need rows that other ranks of
+    # the target hold. If both are split over the same number of ranks, each rank already holds the
+    # rows that it needs.
     is_apart = lent[HEAD].shape != whole.shape and parallel.size != target.parallel.size
     lent[HEAD] = whole
     if spec.load_format == "dummy":
@@ -254,8 +257,8 @@ def describe_head(
 def check_target(
     config: HeadConfig, hidden_size: int, vocab_size: int, num_layers: int
 ) -> tuple[int, ...]:
-    """Check that a head belongs to a target of these sizes, and return the target's hidden states
-    that it reads. Raises a `SetupError` that names the key that differs."""
+    """Check that a head belongs to a target of these sizes, and return the indices of the target's
+    hidden states that the head reads. Raises a `SetupError` that names the key that differs."""
     for key, ours, theirs in (
         ("target_hidden_size", config.target_hidden_size, hidden_size),
         ("vocab_size", config.vocab_size, vocab_size),

@@ -57,6 +57,6 @@ def fused_layers(
 def rotary_table(
     config: Any, dtype: torch.dtype, device: torch.device, max_len: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of the layers' rotary embedding, each [max_len, D], with D
-    features per head."""
+    """Return the cosines and sines of the layers' rotary embedding. Each is [max_len, D], where D
+    is the head dimension."""
     return table_of(LlamaRotaryEmbedding(config).to(device), (), dtype, device, max_len)

@@ -60,9 +60,9 @@ class Head:
     ) -> ops.Normed:
         """Run one pass over T rows and write their keys and values to `cache`.
 
-        token_ids: int64 [T], the tokens that the rows embed, used instead of the batch's. hidden:
-        [T, H], from `fuse`, or from `fed_back` of the previous row; [T, 0] for rows that read only
-        a token.
+        token_ids: int64 [T], the tokens that the rows embed. The batch's own token ids are ignored.
+        hidden: [T, H], the result of `fuse`, or of `fed_back` for the previous row; [T, 0] if the
+        rows read only a token.
         """
         raise NotImplementedError
 
@@ -121,8 +121,8 @@ class LayeredHead(Head):
         return [*super().held, *self.stack.held]
 
     def embedded(self, token_ids: Tensor, batch: ForwardBatch) -> tuple[ops.Normed, Tensor, Tensor]:
-        """Return the tokens' embeddings, normed for the first layer, and their rows of the rotary
-        tables."""
+        """Return the tokens' embeddings, with the first layer's norm applied, and the cosines and
+        sines for the batch's positions."""
         first = self.stack.layers[0]
         return ops.embed(
             *(token_ids, batch.positions, self.embedding, self.cos, self.sin),

@@ -75,7 +75,8 @@ class PagedHead:
     @torch.inference_mode()
     def forward(self, spans: list[Span], features: torch.Tensor) -> torch.Tensor:
         """Run the head over `spans` and write keys and values to the cache. The row of token t
-        embeds token t + `shift` (of the head's config), which its sequence must already contain.
+        embeds token t + shift, where `shift` is set in the head's config. The sequence must already
+        contain that token.
 
         features: [T, F], the target's features of the tokens in `spans`. Returns hidden states
         [T, H].
@@ -97,15 +98,15 @@ class PagedHead:
     def prompt_pass(
         self, batch: ForwardBatch, kind: None, features: torch.Tensor | None
     ) -> Results:
-        """Run one prefill pass; a `Body` for `PromptPasses`. The token ids of the batch are those
-        that the rows embed."""
+        """Run one prefill pass. `PromptPasses` calls this method as its `Body`. The batch's token
+        ids are those that the rows embed, so they are already shifted."""
         assert features is not None
         self._written(batch, features)
         return Results()
 
     def _written(self, batch: ForwardBatch, features: torch.Tensor) -> torch.Tensor:
-        """Run a pass over known tokens and return its hidden states [T, H]. The last one of each
-        sequence is kept in `carry`."""
+        """Run a pass over known tokens and return its hidden states [T, H]. If the head carries
+        outputs, store the last one of each sequence in `carry`."""
         hidden = self._run(batch, self.head.fuse(features)).hidden
         if self.head.config.carries:
             # Entries of the batch without a sequence write to block 0, which is never read.
@@ -136,8 +137,10 @@ class PagedHead:
     def carry_on(self, state: BatchState, hidden: torch.Tensor, place: torch.Tensor) -> None:
         """Store the output of each slot's last complete row in `carry`.
 
-        hidden: [B, Q, H], the outputs of Q rows, the first at position length - shift. place: int64
-        [B], which of the Q rows to store for each slot; nothing is stored if it is below 0.
+        hidden: [B, Q, H], the outputs of Q consecutive rows of each slot. The first row is at
+        position length - shift.
+        place: int64 [B], the index of the row to store for each slot; if it is below 0, nothing is
+        stored.
         """
         at = place.clamp(min=0)
         rows = hidden.gather(1, at[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]
@@ -159,8 +162,9 @@ class PagedHead:
         return state.block_tables.gather(1, column[:, None])[:, 0].long()
 
     def _batch(self, what: Rectangle, state: BatchState) -> tuple[ForwardBatch, LiveRows | None]:
-        """Return a batch of all rows and None, or on a CPU a batch of only the live rows and their
-        indices."""
+        """Build the batch for a pass over all slots. On a CPU, it contains only the live rows, and
+        the second result has their indices. Otherwise, it contains all rows, and the second result
+        is None."""
         size, vocab = self.cache.block_size, self.head.config.vocab_size
         if self.device.type == "cpu":
             return live_batch(what, state, size, vocab)

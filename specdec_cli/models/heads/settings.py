@@ -54,7 +54,7 @@ class HeadSettings:
 
     @property
     def quantisation(self) -> Settings | None:
-        """The settings of the head's quantised matrices; None if it has none."""
+        """The settings of the head's quantised matrices; None if no matrix is quantised."""
         if not (found := self.raw.get("quantization_config")):
             return None
         if not isinstance(found, dict):

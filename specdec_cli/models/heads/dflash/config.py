@@ -23,19 +23,19 @@ from specdec_cli.text import shown
 _KINDS = "qwen3", "llama", None
 _HARMLESS = re.compile(r"(^|[.])rotary_emb[.]|^verifier_")
 MARKOV_EMBEDDING, MARKOV_OUT = (f"markov_head.markov_w{i}.weight" for i in (1, 2))
-# The extra projection of the Markov types that read the hidden state, too, not
-# only the previous token.
+# Some Markov types read the hidden state as well as the previous token. They have an extra
+# projection, whose tensors have these names (without `.weight` or `.bias`).
 MARKOV_JOINT = {"gated": "markov_head.gate_proj", "rnn": "markov_head.joint_proj"}
 CONFIDENCE = "confidence_head.proj"
-# The shape of that projection, as a function of the rank and the hidden width; empty for a type
-# without one.
+# For each Markov type, a function that returns the shape of the extra projection, given the width
+# of the Markov head's embedding and the hidden width. The shape is empty if the type has none.
 MARKOV_TYPES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "vanilla": lambda rank, width: (),
     "gated": lambda rank, width: (rank, width + rank),
     "rnn": lambda rank, width: (3 * rank, 2 * rank + width),
 }
 # Keys that select variants of the network in some tools, each with the values that select the
-# standard network. Other values are refused; for an empty tuple, any value is.
+# standard network. All other values are refused. If the tuple is empty, the key must be missing.
 _OFF = "use_swa", "causal", "is_causal", "shift_label", "add_swa_attention_sink_bias"
 _SCALES = "attention_value_scale", "input_embedding_scale", "output_multiplier"
 _VARIANTS: dict[str, tuple[Any, ...]] = {
@@ -54,11 +54,11 @@ class DFlashConfig(HeadConfig):
 
     block_size: the number of rows per pass in training.
     mask_id: the id of the mask token, which a row embeds if its own token is not known yet.
-    layer_ids: the target's hidden states that the drafter reads; number i is the input of layer i.
-        None if the config names none.
-    anchor_predicts: whether the row of the last known token predicts the next token, and each
-        further row the token after its own. Otherwise each further row predicts its own token, and
-        the row of the last known token predicts nothing.
+    layer_ids: the indices of the target's hidden states that the drafter reads. Hidden state i is
+        the input of layer i. None if the config names none.
+    anchor_predicts: whether every row predicts the token after its own, including the row of the
+        last known token (the anchor). If false, the anchor predicts nothing, and every other row
+        predicts its own token.
     keeps_width: whether all passes have `block_size` rows, however many tokens are drafted.
     markov_rank: r, the width of the Markov head's embedding; 0 without a Markov head.
     markov_type: the type of Markov head, one of MARKOV_TYPES.
@@ -142,9 +142,9 @@ class DFlashConfig(HeadConfig):
         return found
 
     def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """Return the target's hidden states that the drafter reads, as transformers numbers them.
-        Raises `SetupError` for layers that do not exist, and for the last layer, whose output is
-        normed."""
+        """Return the indices of the target's hidden states that the drafter reads, numbered as in
+        transformers. Raises `SetupError` for hidden states that do not exist, and for the last one,
+        because transformers returns it after the final norm."""
         last, found = num_target_layers, self.layer_ids
         if found is None:
             count = self.num_features
@@ -228,14 +228,17 @@ def _refuse_windows(settings: HeadSettings) -> None:
 
 
 def _layer_ids(settings: HeadSettings, is_nested: bool, is_dspark: bool) -> tuple[int, ...] | None:
-    """Return the target's hidden states that the drafter reads, numbered by the layer whose input
-    they are; None if the config does not name layers. speculators' configs use the same numbers.
-    Other tools name the layers whose outputs are read, which is one less, so that DeepSpec's layer
-    -1 stands for the embedding."""
+    """Return the indices of the target's hidden states that the drafter reads; None if the config
+    does not name layers.
+
+    Hidden state i is the input of layer i, and speculators' configs use this index. The configs of
+    other tools name the layer whose output is read, which is layer i - 1. So -1, which DeepSpec's
+    configs may contain, stands for the output of the embedding.
+    """
     key = "aux_hidden_state_layer_ids" if is_nested else "target_layer_ids"
     ids, least = settings.raw.get(key), 0 if is_nested or not is_dspark else -1
-    # Only speculators' and DeepSpec's configs must name layers. The latter are the DSpark configs
-    # without `dflash_config`.
+    # The configs of speculators and DeepSpec must name layers. DeepSpec's are recognised as DSpark
+    # configs without `dflash_config`.
     if ids is None and not is_nested and (not is_dspark or "dflash_config" in settings.raw):
         return None
     if not isinstance(ids, list) or not ids or any(type(i) is not int or i < least for i in ids):

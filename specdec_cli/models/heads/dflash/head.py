@@ -1,12 +1,12 @@
-"""The forward pass of a DFlash drafter, in the kernels of fused layers.
+"""The forward pass of a DFlash drafter, run with the kernels of fused layers.
 
 The keys and values of the context come from the target's features: these are projected and
 normalised once, and every layer projects the result to its own keys and values. The rows of a block
 pass through the layers and attend to the context and to each other. A DSpark drafter also has two
 small heads, which read the previous token. The Markov head adds to the logits of a token, and the
-confidence head estimates the chance that the token is accepted. Legend: T packed rows, B rows of a
-step, H width of the drafter, F width of the features, r rank, V ids of the target, Vd ids of the
-drafter.
+confidence head estimates the chance that the token is accepted. Legend: T packed rows, B blocks, H
+width of the drafter, F width of the features, r width of the Markov head's embedding, Vd number of
+ids that the drafter can propose.
 """
 
 from collections.abc import Mapping
@@ -31,10 +31,13 @@ from specdec_cli.models.heads.net import LayeredHead
 
 
 class Judged(NamedTuple):
-    """The output of the Markov and confidence heads for one token of each block. added: [B, Vd], to
-    be added to the logits; None without a Markov head. confidence: fp32 [B], from 0 to 1; None
-    without a confidence head. memory: [B, r], the state of an rnn Markov head for the next token;
-    None for the other types."""
+    """The output of the Markov and confidence heads for one token of each block.
+
+    added: [B, Vd], to be added to the logits; None without a Markov head.
+    confidence: fp32 [B], from 0 to 1; None without a confidence head.
+    memory: [B, r], the state that an rnn Markov head needs for the next token; None for other types
+    of Markov head.
+    """
 
     added: Tensor | None
     confidence: Tensor | None
@@ -42,8 +45,7 @@ class Judged(NamedTuple):
 
 
 class MarkovHead:
-    """The Markov head and the confidence head of a drafter, or one of them. Both are whole on every
-    rank."""
+    """The Markov head of a drafter, its confidence head, or both. They are not split over ranks."""
 
     def __init__(self, config: DFlashConfig, tensors: Mapping[str, Tensor]) -> None:
         self.config = config
@@ -62,9 +64,11 @@ class MarkovHead:
         return [*own, self.joint_bias, self.confidence_bias]
 
     def __call__(self, h: Tensor, before: Tensor, memory: Tensor | None) -> Judged:
-        """Compute the heads' output for one token of each block. h: [B, H], the normed hidden
-        states that predict it. before: int64 [B], the previous tokens as ids of the target. memory:
-        `Judged.memory` for the previous tokens; None for a block's first token.
+        """Compute the heads' output for one token of each block.
+
+        h: [B, H], the normed hidden states that predict the tokens.
+        before: int64 [B], the previous tokens, as ids of the target.
+        memory: `Judged.memory` of the previous tokens; None for the first token of a block.
         """
         e = None if self.embedding is None else self.embedding[before]
         confidence = None
@@ -105,7 +109,7 @@ class DFlashHead(LayeredHead):
         self.hidden_norm = tensors["hidden_norm.weight"]
         is_plain = not config.markov_rank and not config.confidence_width
         self.markov = None if is_plain else MarkovHead(config, tensors)
-        # The context's key and value projection is the last rows of each layer's merged QKV weight.
+        # The last rows of each layer's merged QKV weight project the context to keys and values.
         # On a CPU the merged weight is packed and has no rows to slice, so the projection is packed
         # again from the separate weights.
         self.key_values: list[tuple[ops.Weight, Tensor | None]] = []

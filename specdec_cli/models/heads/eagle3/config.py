@@ -151,15 +151,17 @@ class PEagleConfig(Eagle3Config):
 
     @property
     def sizes_held(self) -> dict[str, int]:
-        """The head keeps `mask_hidden` only as projected by `Head.fuse`, so it has H values."""
+        """Maps `mask_hidden` to H, because the head keeps only the projection to H values that
+        `Head.fuse` computes from it."""
         return {"mask_hidden": self.hidden_size}
 
     def passes(self, k: int) -> Passes:
         return Passes(1, k + 1)
 
     def carried_bytes(self, itemsize: int) -> int:
-        """Return the bytes that `WaitingHead` keeps for each block of the cache: W rows of H
-        values, and their number as an int64."""
+        """Return the number of bytes that `WaitingHead` keeps for each block of the cache: up to
+        `most_drafted` + 1 rows of H values that wait for the next pass, and an int64 that counts
+        them. itemsize: the number of bytes per value."""
         return (self.most_drafted + 1) * self.hidden_size * itemsize + 8
 
 
@@ -167,8 +169,8 @@ Config = TypeVar("Config", bound=Eagle3Config)
 
 
 def overridden(config: Config, keys: Eagle3Keys, num_target_layers: int) -> Config:
-    """Return the config with the target's layers, or the meaning of their ids, as the recipe sets
-    them; the config itself if the recipe sets neither. Raises a `UsageError` that names the
+    """Apply the recipe's `eagle3_layers` or, if it is not set, `eagle3_counting` to a head's
+    config. Returns the config unchanged if neither is set. Raises a `UsageError` that names the
     recipe's key if its value does not fit."""
     others = tuple(other for other in config.others if "counting" not in other.changes)
     ids, own = config.aux_ids, {"aux_ids": config.aux_ids, "counting": config.counting}

@@ -119,10 +119,10 @@ class MtpConfig:
     hidden_size: H.
     vocab_size: V.
     form: translates the names of the first module's tensors.
-    keys: the recipe's interpretation of the checkpoint.
+    keys: the recipe's settings for details that inference tools handle differently.
     index: the module's number in the chain; its row t embeds token t + 1 + index.
-    quantisation: the settings of the quantised matrices of a module in its own folder; None if it
-    has none.
+    quantisation: for a module in its own folder, the settings of its quantised matrices. None if
+    the module is not quantised, or if it is in the target's files.
     """
 
     carries: ClassVar[bool] = True
@@ -143,7 +143,7 @@ class MtpConfig:
     @property
     def reads_target(self) -> bool:
         """True if all modules of a chain read the target's hidden states. A module then outputs
-        these beside its own hidden states, to hand them on to the next module."""
+        these beside its own hidden states, so that the next module can read them."""
         return self.form.reads_target and self.count > 1
 
     @property

@@ -47,7 +47,7 @@ _SHARED = ("embeddings", "lm_head")
 class MtpDraft:
     """The MTP modules of a target, before their weights are loaded.
 
-    bodies: the layer of each module, described as a model of one layer.
+    bodies: for each module, a description of its decoder layer as a model of one layer.
     num_layers: the number of layers of the target.
     """
 
@@ -121,7 +121,7 @@ class MtpDraft:
 
     @property
     def outer_bytes(self) -> int:
-        """Bytes of one module's projection and of its norms."""
+        """The number of bytes that one module's projection and its two norms take."""
         width = self.config.hidden_size
         return (2 * width * width + 2 * width) * self.dtype.itemsize
 
@@ -163,8 +163,8 @@ class MtpDraft:
         return replace(self, bodies=tuple(body.within(reach) for body in self.bodies))
 
     def passes(self, k: int) -> Passes:
-        """Return the passes in a round with k proposals: one of each module over the accepted
-        tokens, and one more for each proposal after the first."""
+        """Return the passes in a round with k proposals. Each module runs once over the accepted
+        tokens, and each proposal after the first needs one more pass."""
         return Passes(k - 1 + len(self.bodies))
 
     def block_bytes(self, block_size: int) -> int:
@@ -180,11 +180,11 @@ class MtpDraft:
         return inside + joined
 
     def readings(self) -> list[Reading]:
-        """Return the config's other interpretations, where SGLang and vLLM differ.
+        """Return a variant of this draft for each setting on which SGLang and vLLM differ.
 
-        They feed back different hidden states only for glm4_moe. Of MiMo's modules vLLM runs only
-        the first, repeatedly. No setting of a chain expresses that, so nothing is returned for
-        MiMo.
+        They treat the embedding of the first row differently, and for glm4_moe they also feed back
+        different hidden states. Of MiMo's modules, vLLM runs only the first one, repeatedly. No
+        setting can express this for a chain, so the list is empty for MiMo.
         """
         if self.config.form.reads_target:
             return []
@@ -220,8 +220,8 @@ class MtpDraft:
         return heads[0] if len(heads) == 1 else MtpChain(heads)
 
     def _outer(self, index: int) -> dict[str, torch.Tensor]:
-        """Read a module's projection [H, 2H] and norms [H], by name. For dummy weights, draw
-        them."""
+        """Read a module's projection [H, 2H] and norms [H]. For dummy weights, draw the projection
+        at random and set the norms to 1. Returns the tensors by name."""
         width, device, found = self.config.hidden_size, self.body.device, {}
         wanted = {PROJECTION: (width, 2 * width), **dict.fromkeys(NORMS, (width,))}
         if self.spec.load_format == "dummy":
@@ -288,8 +288,8 @@ def describe_mtp(place: DraftPlace) -> MtpDraft:
 def _body(
     place: DraftPlace, folder: Path, names: Collection[str], config: MtpConfig, index: int
 ) -> Description:
-    """Describe the layer of module `index`. folder: the folder of its file. names: the names of the
-    tensors there; empty if unknown."""
+    """Describe the decoder layer of module `index`. folder: where the module's weights are. names:
+    the names of all tensors there; empty if unknown."""
     spec, target = place.spec, place.target
     settings, form = layer_config(target.module.config, index, config.form), config.form.of(index)
     if config.form is EXTRACTED:  # its quantisation may differ from the target's

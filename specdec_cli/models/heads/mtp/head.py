@@ -26,7 +26,7 @@ class MtpHead(Head):
     """The network of an MTP module.
 
     module: a model of one layer, with final norm, embedding and output matrix.
-    fused: its fused form; None if it has none.
+    fused: the fused form of `module`; None if its layer cannot be fused.
     tensors: the projection and its norms, which are not split over ranks.
     """
 
@@ -94,8 +94,8 @@ class MtpHead(Head):
 
     def normed(self, hidden: Tensor) -> ops.Normed:
         """Apply the final norm to `hidden` [T, H]. If all modules read the target's hidden states,
-        `hidden` is [T, 2H]; only its first half is normed, and the second half is the target's
-        hidden state."""
+        `hidden` is [T, 2H]: the module's own hidden states, which are normed, and then the
+        target's, which are not."""
         own = hidden[:, : self.config.hidden_size].contiguous()
         return super().normed(own)._replace(hidden=hidden)
 
