@@ -12,7 +12,7 @@ from specdec_cli.errors import ExitCode
 # presses Ctrl-C twice, or a process gets a signal both directly and as one of its process group.
 _SAME_REQUEST_S = 5.0
 
-# Python's default handlers. Only these are replaced: handlers set by nohup or a caller stay.
+# Python's default handlers. Only these are replaced; handlers set by nohup or a caller are kept.
 _USUAL: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal.Handlers] = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,

@@ -42,13 +42,14 @@ def shortened(line: str) -> str:
 
 
 def first_line(problem: BaseException) -> str:
-    """Return the first line of an exception's message that is not blank; empty if there is none."""
+    """Return the first non-blank line of an exception's message, or "" if there is none."""
     return "".join(str(problem).strip().splitlines()[:1])
 
 
 def reason_of(problem: BaseException) -> str:
-    """Return the first line of an exception's message, at most 200 characters. If it ends with a
-    colon, the next line is added. Without a message, returns the name of the exception's type."""
+    """Return the first non-blank line of an exception's message, cut to 200 characters. If the line
+    ends with a colon, add the next one. If there is no message, return the name of the exception's
+    type."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     told = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
     return (" ".join(told) or type(problem).__name__)[:200]
@@ -61,8 +62,10 @@ def shown(value: object) -> str:
 
 
 def in_lines(told: list[str], what: str, where: str = "") -> str:
-    """List up to five problems, one per line, and the number of further ones. what: the noun for a
-    problem, such as line. where: the file that has the problems, if it is a single one.
+    """List up to five problems, one per line, and say how many more there are.
+
+    what: the noun for an item that has a problem, such as "line".
+    where: the file that has the problems; "" if no file is to be named.
     """
     shown, more = told[:_MAX_LINES], len(told) - _MAX_LINES
     rest = f"{where}: and" if where else "and"

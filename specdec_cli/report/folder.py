@@ -59,17 +59,18 @@ class ReportedRun:
 
     @property
     def comparisons(self) -> Sequence[Comparison]:
-        """The comparisons of arms; an arm is a draft at one k, or plain decoding. Only completed
-        sweeps have any."""
+        """The comparisons between arms. An arm is a draft at one k, or plain decoding. Empty unless
+        the run is a completed sweep."""
         return self.summary.comparisons
 
     def method_of(self, draft: str | None) -> Any:
-        """Return the method that a draft was used with. In a sweep of several drafts, each draft
-        may have its own method; otherwise this is the recipe's `speculation.method`."""
+        """Return the speculation method that was used with a draft. In a sweep of several drafts,
+        each draft may have its own method. Otherwise, the method is the recipe's
+        `speculation.method`."""
         return self.summary.method_of(draft) or self.setting("speculation", "method")
 
     def setting(self, section: str, key: str) -> Any:
-        """Return the value of a key of the recipe, or None."""
+        """Return the value of `key` in a section of the recipe, or None if it is not set."""
         values = self.recipe.get(section)
         return values.get(key) if isinstance(values, Mapping) else None
 
@@ -80,7 +81,7 @@ def read_folder(path: Path) -> ReportedRun:
     Raises `UsageError` if the folder has no run that a report can show, and `SetupError` for files
     that cannot be read safely.
     """
-    if not os.path.isdir(path):  # False also for a name that is too long
+    if not os.path.isdir(path):  # also False if the name is too long
         what = "is a file" if os.path.exists(path) else "no such folder"
         raise UsageError(f"{path}: {what}", "name a run folder (what -o was given)")
     refuse_special_files(path)
@@ -126,8 +127,8 @@ def read_folder(path: Path) -> ReportedRun:
 def _intact(
     found: dict[str, Any], kind: type[SweepSummary | ComparisonSummary], notes: list[str]
 ) -> SweepSummary | ComparisonSummary:
-    """Check the contents of summary.json and return them as a `kind`. Damaged parts are deleted
-    from `found`, and a note is added for each."""
+    """Validate `found`, the contents of summary.json, as a `kind`. Delete damaged entries and
+    fields from `found` until the rest is valid, and add a note for each."""
     while True:
         try:
             return kind.model_validate(found)
@@ -173,8 +174,11 @@ def _latest(records: list[Point]) -> tuple[Point, ...]:
 
 
 def _with_speedup(point: Point, points: Sequence[Point]) -> Point:
-    """Return the point with its speed-up. If the run ended before recording it, it is computed as
-    the ratio of decoding speeds, except for points under load, which are returned unchanged."""
+    """Return the point with its speed-up.
+
+    If the run ended before it recorded the speed-up, the ratio of the decoding speeds is used, or
+    None without a baseline. Points under load and points without metrics are returned unchanged.
+    """
     is_known = point.speedup is not None or point.impossible_speedup is not None
     if is_known or point.load is not None or point.metrics is None:
         return point
@@ -188,14 +192,16 @@ def _with_speedup(point: Point, points: Sequence[Point]) -> Point:
 
 
 def baseline_of(points: Sequence[Point], point: Point) -> Point | None:
-    """Find the baseline of a point: plain decoding at its batch size or rate and target TP."""
+    """Find the baseline of a point: plain decoding with the same target TP, at the same batch size
+    or request rate. One recorded with the same draft is preferred. Return None if there is none."""
     place = (point.level, point.target_tp)
     same = [p for p in points if p.is_ok and p.is_baseline and (p.level, p.target_tp) == place]
     return next(iter([p for p in same if p.draft == point.draft] or same), None)
 
 
 def _labels(points: Sequence[Point]) -> dict[str | None, str]:
-    """Choose a short name for each draft: the last part of its path, if that is unique."""
+    """Choose a short name for each draft: the last part of its path if that is unique, otherwise
+    the whole path. Only the end of a long name is kept."""
     names = sorted({p.draft for p in points if p.draft is not None})
     labels: dict[str | None, str] = {None: "no draft"}
     for name in names:

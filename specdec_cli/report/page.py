@@ -94,6 +94,6 @@ def rendered(template: str, **values: Any) -> str:
     )
     engine.filters["inert"] = lambda value: inert(str(value))
     engine.filters["pretty"] = lambda value: json.dumps(value, indent=2, ensure_ascii=False)
-    engine.filters["drawn"] = Markup  # the text was escaped when the plot was drawn
+    engine.filters["drawn"] = Markup  # not escaped again: drawing escaped the text
     engine.globals["is_text"] = is_text
     return engine.get_template(template).render(**values)

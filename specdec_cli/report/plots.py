@@ -34,7 +34,7 @@ class Plot:
     about: a sentence that says what the plot shows.
     conclusion: a sentence that says what follows from it; "" if there is none.
     svg: an SVG element to put into an HTML page; "" if none was requested.
-    files: the file contents, by format; the formats are those of `PICTURES` that were requested.
+    files: the contents of the plot's file in each requested format, by format (see `PICTURES`).
     """
 
     name: str
@@ -61,9 +61,12 @@ def drawing(
     svg: bool,
     conclusion: str = "",
 ) -> Plot | None:
-    """Draw one plot; None if there is nothing to draw. Raises `SetupError` without matplotlib.
+    """Draw one plot. Return None if there is nothing to draw. Raises `SetupError` without
+    matplotlib.
 
     draw: a function that draws into a figure and returns whether there was anything to draw.
+    pictures: the file formats to draw the plot in.
+    svg: whether to draw it as an SVG element for an HTML page as well.
     """
     without_display()
     try:

@@ -22,7 +22,8 @@ from specdec_cli.report.cells import Cell, Column, Table, rows_of, span, table_o
 from specdec_cli.report.findings import interval_in_words, setting_in_words, times, warnings
 from specdec_cli.report.folder import ReportedRun, intact_records, read_folder
 
-Prompt = tuple[tuple[int, ...], int]  # token ids, and the index among prompts with the same ids
+# Identifies a prompt across runs: its token ids, and its index among the prompts with these ids.
+Prompt = tuple[tuple[int, ...], int]
 _SEED = 0
 _SETTING = ("draft", "target_tp", "draft_tp", "k")
 
@@ -71,8 +72,8 @@ class SideBySide:
 
     names: the runs' names.
     shown: the points to show, of all runs.
-    pairs: for each batch size and each two runs, the fastest point of each run, the faster of the
-        two first, and the ratio of their speeds. The ratio is None if they share no prompts.
+    pairs: for each batch size and each pair of runs, the fastest point of each run (the faster one
+        first) and the ratio of their speeds. The ratio is None if the points share no prompts.
     differences: the keys of recipes and environments whose values differ, each with one value per
         run.
     by_engine: points of several runs at the same k and batch size, each with its speed relative to
@@ -104,7 +105,8 @@ class SideBySide:
 
     @property
     def answers(self) -> list[str]:
-        """One sentence for each two runs at each batch size, which says which is faster."""
+        """One sentence for each pair of runs at each batch size. It says which run is faster, or
+        that the runs have no prompt in common."""
         found = []
         for one, other, ratio in self.pairs:
             at = one.point.level_in_words
@@ -128,7 +130,8 @@ class SideBySide:
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON document's `runs`, `points`, `comparisons`, `engines` and `differences`.
 
-        In `engines`, lengths are those within the texts, over common prompts.
+        In `engines`, `mean_acceptance_length` covers only the prompts that all runs of a group
+        share, and does not count proposals past the end of a text.
         """
         points = [
             {
@@ -213,10 +216,13 @@ def side_by_side(folders: Sequence[Path]) -> SideBySide:
 def _by_engine(
     names: Sequence[str], runs: Sequence[ReportedRun]
 ) -> list[tuple[Shown, Ratio | None]]:
-    """Group the points of all runs by batch size and k, and keep groups that cover several runs, at
-    least one of them from a server. Keep only the samples of the prompts that the whole group
-    shares. Return each point with its speed relative to the group's first point; None for the
-    first point."""
+    """Compare the points that different runs have at the same batch size (or request rate) and k.
+
+    Points at the same setting form a group. Groups with points of only one run, and groups without
+    a point from a server, are left out. Only the samples of prompts that the whole group shares are
+    kept. Return each point with its speed relative to the group's first point. The ratio is None
+    for the first point itself, and if the group shares no prompts.
+    """
     found: dict[tuple[tuple[float, int], int], list[Shown]] = defaultdict(list)
     for name, run in zip(names, runs, strict=True):
         samples = _samples(run)
@@ -245,7 +251,8 @@ def warnings_of(whole: SideBySide) -> list[str]:
 
 
 def ratio_of(one: Shown, other: Shown) -> Ratio | None:
-    """Compute the ratio of two points' speeds over common prompts; None without common prompts."""
+    """Compute the ratio of two points' speeds over the prompts that both have. Return None if they
+    have no prompt in common."""
     common = sorted(one.samples.keys() & other.samples.keys())
     if not common:
         return None
@@ -286,8 +293,8 @@ def _shown(name: str, run: ReportedRun) -> list[Shown]:
 
 
 def _is_valid(point: Point) -> bool:
-    """Return whether a point was measured and its speed-up is credible: one larger than speculation
-    can reach shows that something disturbed the run."""
+    """Return whether a point was measured and its speed-up is credible. A speed-up larger than
+    speculation can reach shows that something disturbed the run."""
     return point.is_ok and point.impossible_speedup is None
 
 
@@ -295,8 +302,8 @@ def _place(point: Point | Sample) -> tuple[Any, ...]:
     # Plain decoding does not depend on the draft TP, so the samples from all draft TPs at one
     # target TP form one point.
     draft_tp = None if point.k == 0 else point.draft_tp
-    # The draft identifies a point unless there is none (plain decoding) or only one (a comparison
-    # of TP degrees).
+    # The draft is left out of the key for plain decoding, which uses no draft, and in a comparison
+    # of TP degrees, where all points have the same draft.
     draft = point.draft if point.k and point.target_tp is None else None
     return (draft, point.target_tp, draft_tp, point.batch_size, point.request_rate, point.k)
 
@@ -314,7 +321,8 @@ def _speed(point: Point) -> float:
 
 
 def _samples(run: ReportedRun) -> dict[tuple[Any, ...], dict[Prompt, Sample]]:
-    """Read the samples of prompts that ran without an error, by point and then by prompt."""
+    """Read the samples of a run, and group them by point and then by prompt. Samples of prompts
+    that could not run are left out."""
     found: dict[tuple[Any, ...], dict[Prompt, Sample]] = defaultdict(dict)
     counts: dict[tuple[Any, ...], dict[tuple[int, ...], set[int]]] = defaultdict(
         lambda: defaultdict(set)
@@ -369,8 +377,11 @@ def _side_by_side(whole: SideBySide) -> Table:
 
 
 def _length_in_text(one: Shown) -> float | None:
-    """Return the tokens per round over a point's samples. A server's rounds are counted as our own
-    engine would count them; None if the rounds are not known."""
+    """Return the mean acceptance length over a point's samples, or None if it is not known.
+
+    A server may propose tokens past the end of a text. Such proposals are not counted, because our
+    own engine does not count them either.
+    """
     if one.point.is_baseline:
         return one.point.number("mean_acceptance_length")
     counted = in_text(one.samples.values())

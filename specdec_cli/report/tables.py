@@ -96,8 +96,8 @@ def _needed(rate: float | None) -> Value:
 
 
 def tokens_over_all_rounds(point: Point) -> float | None:
-    """Return a point's tokens per round, averaged over all rounds: as measured, or, if it was not
-    measured, as implied by the predicted speed-up. Return None if neither is known."""
+    """Return a point's tokens per round, averaged over all rounds. If the point was not measured,
+    compute the value that its predicted speed-up implies. Return None if neither is known."""
     found = point.number("tokens_per_round")
     if found is not None or point.break_even is None or point.predicted_speedup is None:
         return found
@@ -105,8 +105,9 @@ def tokens_over_all_rounds(point: Point) -> float | None:
 
 
 def degrees(run: ReportedRun) -> Table:
-    """Make the table of the best draft TP for each target TP, as the run recorded it. It also names
-    the stage in which the best draft TP saves the most time over the next best."""
+    """Make the table of the best draft TP for each target TP and batch size, as the run recorded
+    it. The table also names the stage of a round (such as `draft`) in which the best draft TP saves
+    the most time compared with the next best."""
     rows = [
         (target, size, best)
         for target, row in run.summary.best_by_target_tp.items()
@@ -222,8 +223,8 @@ _OF_CATEGORIES = (cell.PROMPTS, cell.LENGTH, cell.ACCEPTED, cell.SPEED, cell.SPE
 
 
 def _of_category(one: Cell) -> list[Cell]:
-    """Make the columns for one figure: its value and, if it has one, its 95 % interval. Each row of
-    the table is a tuple (category, figures of the category)."""
+    """Make the columns for one figure: the value, and the 95 % interval if the figure has one. Each
+    row of the table is a tuple (category, figures of the category)."""
     found = [Cell(one.title, lambda row: one.of(row[1]), one.unit, one.digits)]
     if (ends := one.interval) is not None:
         found.append(Cell("95 % interval", lambda row: span_of(row[1], ends(row[1]))))

@@ -32,8 +32,8 @@ class Deployment:
     recommendation: the report's answer for each batch size, which names the recommended point, the
         fastest point and the points tied with it.
     sglang_command: the command that starts an SGLang server; None if SGLang lacks the method.
-    places: those of `notes` that tell the user to replace a model's name in the command, because a
-        server could not load the model under that name.
+    places: the notes that tell the user to replace a model's name in the command, because a server
+        cannot load a model by that name. `notes` contains them too.
     """
 
     speculative_config: dict[str, Any] | None
@@ -77,8 +77,8 @@ def _in_place_of(run: ReportedRun, bests: Sequence[Finding], command: str) -> li
 
 def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
     """Write the configs and commands for the best points. If the best k depends on the batch size,
-    the vLLM config contains a schedule of k. Return None if no batch size has a best point or an
-    inconclusive verdict."""
+    the vLLM config contains a schedule of k. Return None if every batch size lacks both a best
+    point and an inconclusive verdict."""
     found = [b for b in bests if b.point is not None or b.is_open]
     if not found:
         return None
@@ -185,8 +185,9 @@ def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any] | None, list
 
 
 def _schedule(bests: Sequence[Finding], draft: str | None) -> list[list[int]]:
-    """Return the schedule of k as [first batch size, last batch size, k], in order. It is empty if
-    k is the same at all batch sizes, or if requests arrived at a rate."""
+    """Return the schedule of k: entries [first batch size, last batch size, k], sorted by batch
+    size. The schedule is empty if k is the same at all batch sizes, or if any point was measured at
+    a request rate instead of a batch size."""
     ks = [
         (best.point.batch_size, best.point.k)
         for best in bests
@@ -234,8 +235,12 @@ def _flags(run: ReportedRun, point: Point | None, size: str) -> list[str]:
 
 
 def _sglang(run: ReportedRun, target: str, point: Point | None) -> str | None:
-    """Write the command that starts SGLang 0.5 with the same method (`server_args.py`); None if
-    SGLang lacks the method."""
+    """Write the command that starts SGLang 0.5 with the method of `point`. Return None if SGLang
+    lacks the method.
+
+    The option names are those of SGLang's `server_args.py`.
+    point: if it is None or plain decoding, the command starts SGLang without speculation.
+    """
     parts = ["python", "-m", "sglang.launch_server", "--model-path", target]
     parts += _flags(run, point, "--tp-size")
     if point is None or point.is_baseline:

@@ -23,9 +23,9 @@ from specdec_cli.core.figures import TTFT_PARTS, Metrics, stages_in
 from specdec_cli.experiment.statistics.stats import among_rounds
 from specdec_cli.text import counted, inert
 
-_WORD = 20  # terminal columns that suffice for a word of a wrapped cell
+_WORD = 20  # terminal columns: enough for most words, so a wrapped column needs no more
 _WIDE = 1000  # terminal columns: output to a file is this wide, so that no row is folded
-_NO_LIMIT = 100_000  # terminal columns, to measure tables at their full width
+_NO_LIMIT = 100_000  # terminal columns: so wide that no table is wrapped while it is measured
 _NO_PROPOSALS = "no round had a proposal"
 ACCEPTED, PROMPT, HEADING = Style(color="green"), Style(dim=True), Style(bold=True)
 
@@ -55,8 +55,8 @@ def table_within(
     """Make a table that fits into `width` if enough columns can be left out.
 
     columns: the cells of each column, by heading.
-    spare: the headings of columns that may be left out, the first to go first.
-    names: the headings of columns that are left-aligned, and folded instead of cut.
+    spare: the headings of columns that may be left out, in the order in which to leave them out.
+    names: the headings of columns that are left-aligned and whose cells are folded, not cut.
     long: the headings of columns whose cells may take several lines.
     """
     shown = dict(columns)
@@ -105,7 +105,7 @@ def table_width(table: Table) -> Measurement:
 
 
 def has_colour(stream: TextIO) -> bool:
-    """True if `stream` shows colours. NO_COLOR turns colours off."""
+    """Return whether `stream` shows colours. NO_COLOR turns colours off."""
     out = console(stream)
     return out.color_system is not None and not out.no_color
 
@@ -146,7 +146,8 @@ def summary_table(
     """Make a small table of acceptance and times.
 
     baseline: the metrics at k = 0, to compare with; None if k = 0 was not measured.
-    tinted: whether the text printed above tints accepted tokens.
+    tinted: whether accepted tokens are tinted in the text printed above. If so, the table explains
+        the colour.
     remarks: notes on the text and the figures.
     """
     table = plain_table(show_header=False)
@@ -262,7 +263,7 @@ class Ticker:
         threading.Thread(target=self._run, daemon=True).start()
 
     def say(self, line: str) -> None:
-        """Print a line, and start the half minute anew."""
+        """Print a line, and wait half a minute from now before printing `text()`."""
         self._last = time.monotonic()
         say(line)
 

@@ -21,8 +21,11 @@ from specdec_cli.text import inert
 
 
 class Sink:
-    """Receives tokens as they are generated, then each finished answer and the output made from it.
-    Subclasses override only the methods they need."""
+    """Receives tokens as they are generated. When a prompt is finished, it receives the answer as
+    the engine returned it, and then the `Output` made from the answer.
+
+    Subclasses override only the methods they need.
+    """
 
     def tokens(self, written: Written, *, is_last: bool) -> None:
         """Receive new tokens of one prompt; `written` has no tokens if the prompt could not run."""
@@ -73,7 +76,7 @@ class LiveText(Sink):
             self._written[index] += piece
             self._pending += ((character, place < written.num_accepted) for character in piece)
         if not is_last:
-            # The last tokens are left to `output`, which cuts what is past a stop string.
+            # `output` prints the last tokens, because it first cuts the text at a stop string.
             self._flush(len(self._pending) - self._hold)
 
     def output(self, output: Output) -> None:
@@ -81,7 +84,7 @@ class LiveText(Sink):
             return  # nothing was printed: there is no text, or an earlier run wrote it
         whole = self._tokenizer.decode(output.token_ids)
         if whole.startswith(written := self._written[output.index]):
-            # The rest comes from bytes that did not complete a character.
+            # The stream held back bytes of an incomplete character; `whole` decodes them too.
             self._pending += ((character, False) for character in whole[len(written) :])
         self._end(num_cut=len(whole) - len(output.text))
 
@@ -112,7 +115,7 @@ class LiveText(Sink):
 class PlainText(Sink):
     """Prints completions in prompt order, with headings if there are several.
 
-    bar: the progress bar to hide while text is written to its terminal.
+    bar: the progress bar to hide while text is written to its terminal; None if there is no bar.
     """
 
     def __init__(self, job: Job, bar: "PromptProgress | None") -> None:
@@ -162,7 +165,8 @@ class PromptProgress(Sink):
 
 
 class PromptLines(Sink):
-    """Prints a run's progress at intervals if stderr is not a terminal."""
+    """Prints a run's progress on stderr after every half minute without output. It replaces the
+    progress bar if stderr is not a terminal."""
 
     def __init__(self, job: Job) -> None:
         self._total, self._done, self._tokens = len(job.prompts), 0, 0

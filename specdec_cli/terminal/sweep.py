@@ -64,8 +64,8 @@ class _Progress(Watcher):
 
 
 class SweepLines(_Progress):
-    """Prints on stderr a line for each point, the time left after each tenth of the samples, and
-    the progress after half a minute without output."""
+    """Prints progress on stderr: a line for each finished point, the time left after each tenth of
+    the samples, and the number of samples after half a minute without output."""
 
     def __init__(self, total: int, unseen: Callable[[], Iterable[Sample]] = tuple) -> None:
         super().__init__(total, unseen)
@@ -109,7 +109,7 @@ class SweepTable(_Progress):
         self._progress = render.progress_bar()
         self._task = self._progress.add_task("getting ready", total=total)
         self._samples: dict[Key, dict[int, Sample]] = defaultdict(dict)
-        self._shown: int | None = None  # the batch size that the table shows: the latest measured
+        self._shown: int | None = None  # batch size that the table shows: the latest sample's
         self._live = render.live_view(self._render)
 
     def begin(self, what: object) -> None:
@@ -246,7 +246,8 @@ def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> N
 
 
 def load_table(points: Sequence[Point], width: int) -> Table | None:
-    """Make the table of the points that were measured at a request rate; None if there are none."""
+    """Make the table of the points that were measured at a request rate. Return None if there are
+    none."""
     shown = [p for p in points if p.load is not None]
     if not shown:
         return None
@@ -258,7 +259,8 @@ def load_table(points: Sequence[Point], width: int) -> Table | None:
 
 
 def _judged(best: Best) -> str:
-    """Write the verdict in words, followed by the reason."""
+    """Return the reason for a recommendation, prefixed with "recommended" or "inconclusive" if that
+    is its verdict."""
     words = {"use": "recommended: ", "inconclusive": "inconclusive: "}
     return f"{words.get(best.verdict or '', '')}{best.reason}"
 
@@ -283,13 +285,14 @@ def _first_token_line(
 def results_table(
     points: Sequence[Point], width: int, best: Mapping[str, Best] | None = None
 ) -> tuple[Table, int]:
-    """Make the table of points. Return the table, and the width that it would need to show all
-    columns, or 0 if it shows them all.
+    """Make the table of points, and compute the terminal width at which it would show all columns.
+    The returned width is 0 if the table already shows them all.
 
-    The draft and the batch size are columns only if there are several of them. `stages_in` chooses
-    the columns of stage times.
-    best: the recommendations by batch size. If some columns do not fit, recommended and tied points
-        are marked instead.
+    There are columns for the draft and the batch size only if these differ between points, and
+    columns of times only for stages that took any time.
+    If some columns do not fit into `width`, only the most important ones are shown, and one more
+    column marks the recommended and tied points.
+    best: the recommendation for each batch size.
     """
     stages = stages_in(p.metrics for p in points)
     cells = [
@@ -342,8 +345,8 @@ def _speed(point: Point) -> Value:
 
 _DRAFT = Cell("draft", lambda p: one_line(p.draft or _NO_DRAFT))
 _LENGTH, _SPEED = replace(cell.LENGTH, of=_length), replace(cell.SPEED, of=_speed)
-# Show the interval only for points that were not measured: with every interval, the table would be
-# too wide.
+# Show the interval only for points that were not measured, because the table would be too wide if
+# measured points showed theirs as well.
 _PREDICTED = replace(
     cell.PREDICTED,
     interval=lambda p: p.prediction.speedup_ci if not p.metrics and p.prediction else None,
