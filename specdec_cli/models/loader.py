@@ -242,8 +242,8 @@ def _placed(
     value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Return a weight on `device` whose memory nothing else uses: the value itself or a copy. If
-    there is no value, the weight is zero, because transformers' initialisation misses some tensors
-    (in apertus's activations)."""
+    there is no value, return zeros, because transformers' initialisation leaves some tensors unset,
+    such as those of apertus's activations."""
     if value is None:
         return torch.zeros(shape, dtype=dtype, device=device)
     is_whole = value.untyped_storage().nbytes() == value.nbytes and value.is_contiguous()

@@ -81,8 +81,8 @@ def read_header(file: Path) -> Header:
 
 @lru_cache(maxsize=16)
 def _read(file: Path, size: int, changed: int) -> Header:
-    """Read the header of a file. Results are cached. The key is the path, the size in bytes and the
-    modification time `changed`, so that a file is read again if it has changed."""
+    """Read the header of a file. Results are cached by path, size in bytes and modification time
+    (`changed`), so a file that has changed is read again."""
     if not file.is_file():
         raise ValueError("it is not a regular file")
     if size < 24:

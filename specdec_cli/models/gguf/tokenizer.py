@@ -17,7 +17,7 @@ from specdec_cli.text import shown
 _VOCABULARY_BYTES = 1 << 25
 _TOKEN_BYTES = 1 << 12
 _CONTROL, _USER_DEFINED = 3, 4
-_BYTE_LEVEL, _PIECES = "gpt2", "llama"  # kinds of tokenizers
+_BYTE_LEVEL, _PIECES = "gpt2", "llama"  # values of tokenizer.ggml.model
 # The pre-tokenizers that earlier versions of transformers support, by family.
 _CUT_BEFORE = {"llama": {"smollm", "gpt-2", "default"}, "qwen2": {"qwen2", "deepseek-r1-qwen"}}
 _CUT_BEFORE |= {"qwen3": {"qwen2"}, "qwen2_moe": {"qwen2"}, "qwen3_moe": {"qwen2"}}

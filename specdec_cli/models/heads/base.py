@@ -28,17 +28,23 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """A head's weights on one device. tensors: the weights by the names of `HeadConfig.shapes`.
-    ids: int64 [Vd], the target's id for each id of the head; None if they are the same."""
+    """A head's weights on one device.
+
+    tensors: the weights, by the names that `HeadConfig.shapes` uses.
+    ids: int64 [Vd], the target's id for each id of the head; None if the ids are the same.
+    """
 
     tensors: Mapping[str, Tensor]
     ids: Tensor | None
 
 
 class Other(NamedTuple):
-    """An alternative interpretation of a head's config, which some other tools use. told: a
-    description of it, for messages. changes: the fields of `HeadConfig` that it changes, with their
-    values."""
+    """A way to interpret a head's config that differs from ours and that some other tools use.
+
+    told: a description of the difference, for messages.
+    changes: the fields of `HeadConfig` that have other values under this interpretation, with these
+    values.
+    """
 
     told: str
     changes: Mapping[str, Any]

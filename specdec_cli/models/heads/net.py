@@ -52,7 +52,8 @@ class Head:
 
     def fuse(self, features: Tensor) -> Tensor:
         """Compute the head's input [T, H] from the target's features [T, F]. This is done once for
-        each accepted token; proposals read `fed_back` instead."""
+        each accepted token. The rows of proposals, for which there are no features yet, read the
+        result of `fed_back` instead."""
         raise NotImplementedError
 
     def __call__(

@@ -32,8 +32,14 @@ def reading(noun: str, name: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class HeadSettings:
-    """The settings in a head's config.json. raw: the whole file. body: the part that describes the
-    layers. All methods raise a `SetupError` that names the key of a bad value."""
+    """The settings in a head's config.json. All methods raise a `SetupError` that names the key of
+    a bad value.
+
+    noun: what messages call this kind of head.
+    name: the checkpoint's name, for messages.
+    raw: the whole file.
+    body: the part that describes the layers.
+    """
 
     noun: str
     name: str

@@ -35,8 +35,8 @@ _HARMLESS = re.compile(r"(^|[.])rotary_emb[.]|^verifier_(norm|lm_head)[.]")
 class Eagle3Config(HeadConfig):
     """The settings of an EAGLE-3 head. `overridden` replaces some of them with the recipe's.
 
-    aux_ids: the ids of the target's layers in the config; None if the config has none.
-    counting: whether such an id means the input or the output of its layer.
+    aux_ids: the ids of the target's layers that the config lists; None if it lists none.
+    counting: whether the head reads the input or the output of a layer that is listed.
     norm_before_residual: whether the first residual is the normed hidden state.
     norm_before_fc: whether one norm is applied to all features together.
     fc_norm: whether each layer's features have a norm of their own.
