@@ -1,6 +1,7 @@
 """The `specdec` command line: registers the commands, and turns every outcome into an exit code.
 
-The commands are implemented elsewhere. Imports nothing heavy, so that help is quick.
+The commands are implemented elsewhere. This module does not import slow libraries such as torch, so
+that help appears quickly.
 """
 
 import atexit
@@ -88,8 +89,9 @@ def root(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; no exception escapes.
 
-    With --json, a command's standard output is held back until the command is done. So exactly one
-    document is written, the result or the error, whenever a failure occurs.
+    With --json, a command's standard output is held back until the command is done. If it fails
+    after printing something, only the error is written. So the output is always one document: the
+    result or the error.
 
     argv: the arguments. If None, those of this process are used, and the process may then end
     inside this call instead of returning, to save time.
@@ -157,8 +159,8 @@ def _place(program: Sequence[str], verbose: bool, outcome: "_Outcome") -> Place:
 
 
 def _end_rank(rank: Rank, outcome: "_Outcome", asked: Sequence[signal.Signals] = ()) -> None:
-    """Report how this rank ended. Some rank must show the user why the run failed; if it is this
-    one, the root cause, which may be another rank's error, replaces the error in `outcome`.
+    """Report how this rank ended. If the run failed and this rank must tell the user why, replace
+    the error in `outcome` with the root cause, which may be another rank's error.
 
     asked: the signals received so far.
     """
@@ -223,9 +225,9 @@ def _run(arguments: list[str], place: Place, outcome: _Outcome) -> None:
 
 
 def _blame_signal(asked: list[signal.Signals], outcome: _Outcome) -> None:
-    """If a signal came before an unexpected error, report the signal instead of the error. During
-    an import, transformers catches the exception that the signal raises and raises a different
-    one."""
+    """If a signal came before an unexpected error, report the signal instead of the error. The
+    signal may have caused the error: during an import, transformers catches the exception that the
+    signal raises and raises a different one."""
     is_foreseen = outcome.error is None or isinstance(outcome.error, (SpecdecError, OSError))
     if asked and not is_foreseen:
         if asked[-1] == signal.SIGINT:
@@ -270,7 +272,7 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
             "is the installation complete, and is there memory left (ulimit -v)?",
         )
     elif isinstance(error, OSError) and (error.filename or error.errno in _MACHINE_ERRNOS):
-        said = f"cannot write the result: {error.strerror}"  # without a file name, it is stdout
+        said = f"cannot write the result: {error.strerror}"  # no file name: it was stdout
         if error.filename:
             said = f"{error.strerror}: {error.filename}"
         outcome.fail(ExitCode.ENVIRONMENT, said)
@@ -284,7 +286,7 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
 
 # Shells report this exit code if SIGPIPE ended a process, because the reader closed the pipe.
 _PIPE_CLOSED = 128 + signal.SIGPIPE
-# A full disk and other failures of the machine, not of the run. The last two mean that a stream
+# Errors that the machine causes, not the run, such as a full disk. EBADF and EIO mean that a stream
 # cannot be written.
 _MACHINE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOMEM}
@@ -310,9 +312,9 @@ def _report(outcome: _Outcome, verbose: bool) -> None:
 
 
 def _deliver(document: str, outcome: _Outcome) -> None:
-    """Write the document that was held back to stdout, and flush stdout. Here a full disk or a
-    closed pipe shows at the latest. It is recorded in `outcome`, unless the command has failed
-    already."""
+    """Write the document that was held back to stdout, and flush stdout. If stdout cannot be
+    written, for example because the disk is full or the pipe is closed, record this in `outcome`,
+    unless the command has failed already."""
     if sys.stdout is None:  # started with stdout closed (>&-)
         return
     try:
@@ -361,8 +363,8 @@ def _leave(code: int) -> None:
 
 
 def _forget_no_size() -> None:
-    """Remove COLUMNS and LINES from the environment if they are no valid terminal size, such as 0.
-    With such a size, rich would show nothing, or fail."""
+    """Remove COLUMNS or LINES from the environment if its value, such as 0, is not a valid terminal
+    size. With an invalid size, rich would show nothing, or fail."""
     for name in ("COLUMNS", "LINES"):
         if not re.fullmatch("0*[1-9][0-9]{0,4}", os.environ.get(name, "1")):
             del os.environ[name]

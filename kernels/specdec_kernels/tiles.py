@@ -13,8 +13,8 @@ class Case(NamedTuple, Generic[T]):
     """A launch configuration, and the problems for which it may be used.
 
     tiles: the launch configuration.
-    most: upper limits, for those of a problem's sizes that have one.
-    least: lower limits, for other sizes.
+    most: upper limits for some of a problem's sizes, in the order in which `fits` takes them.
+    least: lower limits for other sizes, also in that order.
     """
 
     tiles: T

@@ -58,9 +58,9 @@ class AcceptanceRule(Protocol):
     def forecast(
         self, index: int, start: int, count: int, k: int, params: SamplingParams
     ) -> Forecast | None:
-        """Predict the acceptance of proposals at each of `count` output tokens, if it depends on
-        this rule alone. Returns None if it depends on the draft; the proposer then makes the
-        forecast. Raises `NoForecast` if neither can predict it.
+        """Predict which proposals would be accepted at each of `count` output tokens, for a rule
+        whose decisions do not depend on the draft. Returns None if they do; the proposer then makes
+        the forecast. Raises `NoForecast` if no forecast is possible.
 
         index: the prompt's index, which selects its random numbers.
         start: the number of prompt tokens.
@@ -73,11 +73,12 @@ class AcceptanceRule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The entry point of a rule's module: the functions that make the rule from a recipe.
+    """The entry point of a rule's module: the functions that use a recipe's speculation section.
 
-    make: makes the rule from the recipe's speculation section.
-    for_k: changes the section to fit a different largest k, for rules whose options hold for one k
-        only. Raises `UsageError` if that is impossible. By default the section stays as it is.
+    make: makes the rule from the section.
+    for_k: adapts the section to a different largest k. A rule needs this if its options are valid
+        for one k only; the default returns the section unchanged. Raises `UsageError` if the
+        options cannot be adapted.
     """
 
     make: Callable[[SpeculationSection], AcceptanceRule]

@@ -24,14 +24,18 @@ from specdec_cli.acceptance.base import LosslessRule, Rule
 def block_chances(
     draft_tokens: Tensor, lens: Tensor, draft_probs: Tensor, target_probs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the probabilities from which Algorithm 2 decides, given the draft tokens.
+    """Compute the probabilities that Algorithm 2 uses to decide, given the draft tokens.
 
-    draft_tokens: [B, K] int64, with no negative id before `lens`. lens: [B], 0..K. draft_probs: q
-    [B, K, V], fp32 or fp64. target_probs: p [B, K + 1, V].
+    draft_tokens: [B, K] int64; ids before `lens` must not be negative.
+    lens: [B], 0..K, the number of draft tokens.
+    draft_probs: [B, K, V] fp32 or fp64, the draft's probabilities q.
+    target_probs: [B, K + 1, V], the target's probabilities p.
 
-    Returns chances [B, K + 1]: h_i, the probability that i draft tokens are accepted, given that at
-    most i are; entry 0 and entries past `lens` are meaningless. Also returns follow [B, K + 1, V]:
-    the weights from which the next token is sampled after i accepted draft tokens.
+    Returns:
+        chances [B, K + 1]: h_i, the probability that i draft tokens are accepted, given that at
+            most i are. Entry 0 and entries past `lens` are meaningless.
+        follow [B, K + 1, V]: the weights from which the next token is sampled if i draft tokens are
+            accepted.
     """
     width = draft_tokens.shape[1]
     place = torch.arange(width + 1, device=lens.device)
@@ -47,10 +51,10 @@ def block_chances(
         ratio = p[:, i] / q[:, i].clamp(min=TINY)
         weight[:, i + 1] = (weight[:, i] * ratio).clamp(max=1.0)
 
-    # 2. The whole block passes with chance w_i. A shorter prefix passes with chance
-    # S_i / (S_i + 1 - w_i), where S_i is the mass of the residual, because a longer prefix may pass
-    # instead. This is 0 / 0 if w_i = 1 and p = q. A longer prefix is then certain to pass, so any
-    # value works.
+    # 2. The whole block passes with chance w_i. For a shorter prefix, let S_i be the mass of the
+    # residual. Given the prefix, exactly i tokens are accepted with probability S_i, and at most i
+    # with probability S_i + 1 - w_i. So its chance is S_i / (S_i + 1 - w_i). This is 0 / 0 if
+    # w_i = 1 and p = q. A longer prefix is then certain to pass, so any value works.
     residual = (weight[:, :width, None] * target_probs[:, :width] - draft_probs).clamp(min=0)
     mass = residual.sum(2)
     rest = mass + (1.0 - weight[:, :width])
@@ -112,13 +116,14 @@ def verify_block(v: ops.Verification) -> tuple[Tensor, Tensor]:
 
 
 def _test(v: ops.Verification) -> tuple[Tensor, Tensor]:
-    """Verify by block verification. Proposals without a draft distribution were not sampled; for
-    these, rejection sampling is equivalent and cheaper, so use it."""
+    """Verify by block verification. If the proposals have no draft distribution, because they were
+    not sampled, use rejection sampling, which is then equivalent and cheaper."""
     return ops.reject_logits(v) if v.draft_logits is None else verify_block(v)
 
 
 class Block(LosslessRule):
-    """Accept the longest prefix of the proposals that passes a test of its joint probability."""
+    """A rule that accepts the longest prefix of the proposals whose joint probability passes a
+    test."""
 
     looks_ahead = judges_jointly = True
     test = staticmethod(_test)

@@ -6,8 +6,8 @@ from specdec_cli.acceptance.base import LosslessRule, Rule
 
 
 class Rejection(LosslessRule):
-    """Accept d_i iff u_i * q(d_i) < p(d_i). Then sample a token from norm(max(p - q, 0)), or from p
-    if all are accepted."""
+    """A rule that accepts proposal d_i iff u_i * q(d_i) < p(d_i), for noise u_i, draft q and target
+    p. It then samples a token from norm(max(p - q, 0)), or from p if all proposals are accepted."""
 
     test = ops.reject_logits
 

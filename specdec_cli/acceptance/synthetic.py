@@ -1,4 +1,5 @@
-"""Acceptance at given rates, to time drafts that do not exist yet."""
+"""Synthetic acceptance: proposals are accepted at given rates, so that a draft can be timed before
+it has been trained."""
 
 from dataclasses import dataclass, field
 
@@ -63,8 +64,8 @@ class SyntheticAcceptance(AcceptanceRule):
         params: SamplingParams,
         noise: Noise | None,
     ) -> Verdict:
-        """Accept the proposal at each position with its rate, then sample a token from the
-        target's distribution."""
+        """Accept the proposal at each position with the probability given by that position's rate.
+        Then sample a token from the target's distribution."""
         assert noise is not None
         c, logits = candidates, target.logits.flatten(0, 1)
         best = draw(logits, None, params, noise.sample.flatten()).view(target.logits.shape[:2])
@@ -74,8 +75,8 @@ class SyntheticAcceptance(AcceptanceRule):
     def forecast(
         self, index: int, start: int, count: int, k: int, params: SamplingParams
     ) -> Forecast | None:
-        """Return a forecast that holds the rates of the first k positions, and for each of the
-        `count` output tokens the random number that a round would compare with a rate."""
+        """Return a forecast with the rates of the first k positions. It also has one random number
+        for each of the `count` output tokens, which a round would compare with a rate."""
         rates = torch.tensor(self.rates(k), dtype=torch.float32)
         seed, at, length = (torch.tensor(n) for n in (params.seed, index, start))
         noise = round_noise(seed, at[None], length[None], count)
@@ -91,7 +92,8 @@ class SyntheticAcceptance(AcceptanceRule):
 
 
 def from_recipe(speculation: SpeculationSection) -> SyntheticAcceptance:
-    """Make the rule from the recipe's rates, or from its mean length at the recipe's k."""
+    """Make the rule from the recipe's acceptance rates, or from its mean number of tokens per round
+    at the recipe's k."""
     rates, length = (
         speculation.synthetic_acceptance_rates,
         speculation.synthetic_acceptance_length,

@@ -10,8 +10,8 @@ from specdec_cli.core.types import SamplingParams
 
 
 class Typical(AcceptanceRule):
-    """Accept d_i iff p(d_i) > min(threshold, alpha * exp(-H(p))). Then sample a token from the
-    target's p.
+    """A rule that accepts proposal d_i iff p(d_i) > min(threshold, alpha * exp(-H(p))), where p is
+    the target's distribution. It then samples a token from p.
 
     H(p) is the entropy of p in nats, after temperature, top-k and top-p. Greedy decoding accepts
     only the target's choices.
@@ -47,8 +47,8 @@ class Typical(AcceptanceRule):
         """Return which proposals pass the test: bool [B, K].
 
         probs: the target's probabilities, fp32 [B, K, V].
-        token_ids: the proposals, int64 [B, K]. Negative ids are padding; their results mean
-            nothing.
+        token_ids: the proposals, int64 [B, K]. Negative ids are padding; their results are
+            meaningless.
         """
         entropy = torch.special.entr(probs).sum(dim=-1)
         p = probs.gather(-1, token_ids.clamp(min=0)[..., None])[..., 0]

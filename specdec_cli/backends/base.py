@@ -1,7 +1,7 @@
 """The interface between a measurement and an engine: requests go in, answers come out.
 
 Requests carry the times at which they are due (`Request.arrives_at`). A measurement uses only the
-answers, so it does not depend on the engine. Imports no torch.
+answers, so it does not depend on the engine. This module does not import torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,13 +40,14 @@ class Finished:
 
     max_output_tokens: the number of tokens at which the answer would have been cut off.
     proposed_per_round, accepted_per_round: the number of tokens that each round proposed and
-        accepted, in order, for rounds with proposals only; None if the engine does not report this.
+        accepted, in order. Rounds without proposals are left out. None if the engine does not
+        report this.
     arrived_at, admitted_at, first_token_at, finished_at: times in seconds on one clock.
     prefill_seconds, decode_seconds, round_share, stage_ms: this request's share of the engine's
         time and rounds. They are 0 or empty if the engine does not measure them.
     served: the fields that only servers provide; None for our own engine.
 
-    `core.types.Sequence` explains the fields with the same names there.
+    The other fields are explained in `core.types.Sequence`, under the same names.
     """
 
     index: int
@@ -143,7 +144,7 @@ class Prepared:
 
     @property
     def params(self) -> SamplingParams:
-        """The recipe's sampling section as parameters; the keys have the same names."""
+        """The recipe's sampling section, except its `source`, and the run's seed as parameters."""
         asked = self.recipe.sampling.model_dump(exclude={"source"})
         return SamplingParams(**asked, seed=self.recipe.run.seed)
 
@@ -152,7 +153,7 @@ class Session(Protocol):
     """Loaded models that answer requests, up to `batch_size` at a time. Only one session runs at a
     time.
 
-    reach: the length of a sequence, in tokens, from which on nothing more is proposed.
+    reach: the sequence length, in tokens, at which the proposer stops proposing.
     weights: the target's weights, so that the next session can use them without loading them again.
     """
 
@@ -168,8 +169,9 @@ class Session(Protocol):
     def run(
         self, requests: Sequence[Request], k: int, params: SamplingParams, on_round: OnRound
     ) -> Metrics | None:
-        """Answer every request, with at most `k` proposals per round. on_round: called with new
-        tokens and with the answers that are complete.
+        """Answer every request, with at most `k` proposals per round.
+
+        on_round: called once per round, with the new tokens and the answers that they complete.
 
         Returns the metrics of the run; None if the caller can compute them from the answers, as it
         can for servers.
@@ -185,9 +187,11 @@ class Session(Protocol):
     ) -> list[Finished]:
         """Answer requests as they arrive, until `arrivals.is_over`.
 
-        Calls `arrivals.answered` with the index of each request that ends. on_sign: called now and
-        then to show that the engine still runs, even if no request is due. The times in the answers
+        Calls `arrivals.answered` with the index of each request that ends. The times in the answers
         are from `time.perf_counter`, and `arrived_at` is the time at which the request was due.
+
+        on_sign: called from time to time to show that the engine is still running, even if no
+            request is due.
         """
         ...
 
@@ -208,7 +212,7 @@ class Session(Protocol):
         width: the number of tokens in the last forward pass; the tokens before them are prefilled.
             The rounding of the logits depends on it.
         start: the number of prompt tokens.
-        params: the logits are processed as these ask. Tokens that they forbid have -inf.
+        params: the sampling parameters for processing the logits. Tokens that they forbid get -inf.
         """
         ...
 
@@ -225,8 +229,9 @@ class Backend(Protocol):
     """An engine. `prepare` makes the plan that the other functions take.
 
     is_native: whether this is our own engine. Only our own engine measures the stages of rounds,
-    forecasts acceptance and returns logits. holds_caches: whether the recipe's `cache` section
-    applies; it does not to servers that are up already.
+        forecasts acceptance and returns logits.
+    holds_caches: whether the recipe's `cache` section applies. It does not apply to servers that
+        were already running.
     """
 
     @property
@@ -238,8 +243,11 @@ class Backend(Protocol):
     def prepare(
         self, recipe: Recipe, permissions: Permissions, largest: tuple[int, int] | None = None
     ) -> Prepared:
-        """Check a recipe and plan its run. largest: the largest k and the largest batch size that
-        the run will use; None if they are the recipe's own."""
+        """Check a recipe and plan its run.
+
+        largest: the largest k and the largest batch size that the run will use; None to use those
+            of the recipe.
+        """
         ...
 
     def open_session(

@@ -1,4 +1,5 @@
-"""Our own engine as a backend: the module itself is a `backends.base.Backend`."""
+"""Our own engine as a backend. The module itself implements the protocol
+`backends.base.Backend`."""
 
 import os
 import platform
@@ -39,7 +40,7 @@ _REPORTED_PACKAGES = ("torch", "transformers", "triton", "tokenizers", "safetens
 
 @dataclass(slots=True, eq=False)
 class NativeSession:
-    """An engine that answers requests."""
+    """A session that answers requests with our own engine."""
 
     engine: Engine
 
@@ -117,8 +118,8 @@ def finished(seq: Seq) -> Finished:
 
 
 def for_engine(recipe: Recipe, largest: int, batch_size: int) -> Recipe:
-    """Change a recipe's k and batch size to the largest ones of a run, so that the engine and its
-    cache are built for all of them."""
+    """Return the recipe with the largest k and the largest batch size of a run, so that the engine
+    and its cache are large enough for the whole run."""
     recipe = recipe.model_copy(update={"speculation": for_k(recipe.speculation, largest)})
     recipe = recipe.changed("speculation", num_speculative_tokens=largest)
     return recipe.changed("run", batch_size=batch_size)
@@ -228,8 +229,8 @@ def _version(package: str) -> str | None:
 
 
 def peak_memory(plan: Prepared) -> int:
-    """Return the peak memory so far, in bytes: on a GPU the memory that torch reserved, on a CPU
-    the memory of this process."""
+    """Return the peak memory use so far, in bytes. On a GPU, this is the memory that torch
+    reserved; on a CPU, it is the resident memory of this process."""
     if plan.device.type == "cuda":
         return torch.cuda.max_memory_reserved(plan.device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

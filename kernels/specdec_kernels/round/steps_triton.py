@@ -1,6 +1,6 @@
-"""The steps of a round as Triton kernels. The kernel that prepares a pass uses one lane per token,
-and the other kernels use one program per sequence. Time stamps are written by a kernel, because
-CUDA events in a graph cannot be read after each replay."""
+"""The steps of a round as Triton kernels. The kernel that prepares a forward pass uses one lane per
+token; the other kernels use one program per sequence. Time stamps are written by a kernel, because
+CUDA events captured in a graph cannot be read after each replay."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from torch import Tensor
 from specdec_kernels.launch_triton import launch_options
 
 BLOCK = 128
-PLACES = 2048  # positions of a text that a program compares at once
+PLACES = 2048  # text positions that a program searches at once
 
 
 @triton.jit
@@ -86,8 +86,9 @@ def advance_kernel(
         first = tl.minimum(first, tl.min(tl.where(is_eos, place, WIDTH), axis=0))
     count = tl.minimum(count, first.to(tl.int64) + 1)
 
-    # The new tail is the end of the old tail plus the new tokens. Replace -1 by the valid id 0,
-    # because the next round may use it before the host reads the record and sees the failure.
+    # The tail holds the last TAIL tokens of the sequence. Drop `count` old tokens from its front,
+    # and append the new ones. A failed round has token -1. Store the valid id 0 instead, because
+    # the next round may read the tail before the host reads the record and sees the failure.
     at = tl.arange(0, TAIL_BLOCK) + count
     old = tl.load(tail_ptr + row * TAIL + at, mask=at < TAIL, other=0)
     is_new = (at >= TAIL) & (at < TAIL + count)
@@ -274,8 +275,8 @@ def stamp_triton(out: Tensor, place: int) -> None:
 
 @triton.jit
 def suffix_at(text_ptr, place, length, LONGEST: tl.constexpr):
-    """Return how many tokens just before each index `place` equal the text's last tokens, up to
-    LONGEST."""
+    """For each index in `place`, return how many tokens just before it match the text's last
+    tokens, counted backwards and up to LONGEST."""
     count = tl.zeros_like(place)
     goes_on = place < length
     for back in tl.static_range(1, LONGEST + 1):

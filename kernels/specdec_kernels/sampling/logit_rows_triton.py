@@ -4,9 +4,10 @@ A row is cut into parts with one program each, so that even a few rows use the w
 program to finish a row combines the row's parts. The normaliser is computed online, part by part
 (Milakov and Gimelshein, arXiv 1805.02867). Probabilities are never stored.
 
-Top-k and top-p need no sorting. Their threshold is one of the few values that a logit can have
-(65281 in bf16), so it can be found by search. Each pass of the search tries several of these
-values. For each, it counts the tokens at or above it, or adds up their probability mass.
+Top-k and top-p need no sorting. Both keep the logits above a threshold, which is one of the values
+that the dtype can represent (65281 in bf16). A search over these values finds the threshold in a
+few passes. Each pass tries several values. For each value, it counts the tokens at or above it
+(top-k) or adds up their probability mass (top-p).
 """
 
 import math
@@ -28,12 +29,12 @@ from specdec_kernels.sampling.reference import TINY, LogitRows
 
 BLOCKS = (1024, 4096)  # tokens per program, for few and for many programs
 FEW_PROGRAMS = 264
-# Into how many ranges a pass of the search divides the values, for few and for many programs. With
-# few rows, the number of passes determines the time, so each pass uses many ranges. With many rows,
-# the sums determine the time, so each pass uses few ranges.
+# Each pass of the search divides the remaining values into this many ranges, for few and for many
+# programs. More ranges need fewer passes, but more sums per pass. With few rows, the number of
+# passes determines the time; with many rows, the sums do.
 WAYS = (16, 4)
-# SHIFT: the low bits that are always zero when a dtype's values are converted to fp32. BITS: the
-# remaining bits.
+# SHIFT: the number of low bits that are always zero when a dtype's values are converted to fp32.
+# BITS: the number of remaining bits.
 SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 BITS = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}
 
@@ -126,7 +127,7 @@ def search_kernel(
     logits_ptr,  # [R, V]
     rows_ptr,  # [R, 4] fp32
     keys_ptr,  # [R, 2] int32, in and out: (lo, hi); lo <= key of the threshold < hi
-    sums_ptr,  # [R, 2] fp32, in and out: (count or mass with keys >= hi, the goal)
+    sums_ptr,  # [R, 2] fp32, in and out: (count or mass of keys >= hi, target)
     partial_ptr,  # [R, PARTS, WAYS] fp32, scratch
     counters_ptr,  # [>= R] int32, zeros
     stride,
@@ -144,8 +145,8 @@ def search_kernel(
     `goal` tokens are at or above it. For top-p (BY_MASS), it is the largest value such that the
     tokens at or above it have at least the share `goal` of the probability mass.
 
-    Each call divides the range of keys by WAYS. It changes nothing if only one value is left, or if
-    the row's sum is NaN.
+    Each call divides the range of keys into WAYS smaller ranges and keeps the one that contains the
+    threshold. It changes nothing if only one value is left, or if the row's sum is NaN.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -166,8 +167,9 @@ def search_kernel(
             low = tl.load(keys_ptr + row * 2).to(tl.int64)
         elif BY_MASS:
             target = goal * total
-            # The threshold is above this bound: even if all V tokens were at or below it, they
-            # would have at most half of the mass that top-p may drop.
+            # Start the search at a lower bound. Even if all V tokens were at or below the bound,
+            # they would have at most half of the mass that top-p may drop. So top-p drops all
+            # tokens at or below the bound, and the threshold is above it.
             share = (1.0 - goal) * total / CUT.vocab
             bound = maximum + (tl.log2(share) - 1.0) / scale
             low = tl.maximum(key_of(bound, SHIFT) - 1, lowest)
@@ -204,9 +206,10 @@ def search_kernel(
             sums = tl.sum(partial, axis=0)
             if FIRST and AFTER_TOP_K:
                 target = goal * tl.sum(tl.where(way == 0, sums, 0.0), axis=0)
-            # The sums never increase with the border, because all are added up in the same order
-            # and so rounded alike. Choose the highest range whose sum reaches the target. If
-            # rounding leaves even the first sum below the target, choose the first range.
+            # `sums` holds the count or mass at or above the lower border of each range. It never
+            # increases from one range to the next, even after rounding, because all sums are added
+            # up in the same order. Choose the highest range whose sum reaches the target. The sum
+            # of the lowest range is not checked: only rounding can leave it below the target.
             last = tl.sum(((sums >= target) & (way > 0)).to(tl.int32), axis=0)
             beyond = tl.sum(tl.where(way == last + 1, sums, 0.0), axis=0)
             above = tl.where(last + 1 < WAYS, beyond, above)
@@ -303,7 +306,7 @@ class RowCut(NamedTuple):
 
 
 def cut(vocabulary: int, parts: int) -> RowCut:
-    """Return the division of rows of V = `vocabulary` logits into this many parts."""
+    """Return the division of rows of V = `vocabulary` logits into `parts` parts."""
     block = next(size for size in BLOCKS if triton.cdiv(vocabulary, size) == parts)
     return RowCut(vocabulary, parts, triton.next_power_of_2(parts), block)
 

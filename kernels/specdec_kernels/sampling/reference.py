@@ -1,9 +1,9 @@
 """Noise, distributions from logits, sampling and rejection sampling: the torch implementations.
 Each is decorated with the name of its Triton kernel.
 
-`to_probs` is the project's only definition of temperature, top-k and top-p. It gives both the
-draft's distributions q and the target's p. Random numbers are passed in as noise, so every result
-is a function of the arguments.
+`to_probs` is the project's only definition of temperature, top-k and top-p. It computes both the
+draft's distributions q and the target's p. Random numbers are passed in as noise, so every function
+is deterministic.
 
 Legend for shapes: R rows, V vocabulary, B sequences, K draft tokens per sequence.
 """
@@ -32,9 +32,9 @@ _PHILOX = (
 
 def philox(counter: Tensor, key: Tensor) -> Tensor:
     """Compute Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
-    2011): words [..., 4] from a counter [..., 4] and a key [..., 2]. All are int64 tensors that
-    hold unsigned 32-bit numbers."""
-    # Use numpy: for the few numbers that a round needs, it takes a third of torch's time.
+    2011). Returns the random words [..., 4] for a counter [..., 4] and a key [..., 2]. All are
+    int64 tensors that hold unsigned 32-bit numbers."""
+    # A round needs few numbers. For these, numpy is three times as fast as torch.
     words, keys = (x.cpu().movedim(-1, 0).numpy().view("uint64") for x in (counter, key))
     even, odd = words[::2], words[1::2]
     factors, steps = (x.reshape(2, *[1] * (counter.dim() - 1)) for x in _PHILOX)
@@ -54,8 +54,8 @@ def uniform_reference(
     """Return one fp32 number in [0, 1) for each (index, position, purpose). The arguments are int64
     tensors whose shapes broadcast.
 
-    start: the first position of a round, or None. Rounds with different starts get different
-        numbers.
+    start: the first position of a round, if rounds with different starts should get different
+        numbers; None if the numbers should not depend on the round.
     """
     third = torch.zeros_like(seed) if start is None else start + 1
     low, high = seed & MASK, (seed >> 32) & MASK
@@ -111,7 +111,8 @@ def masked_scores(logits: Tensor, temperature: float, top_k: int, top_p: float) 
     """Return (x - maximum) / T in fp32 for `logits` x [..., V]; -inf for tokens that top-k or top-p
     drop."""
     logits = logits.float()
-    # Shifting first keeps tiny temperatures finite: the maximum stays 0.
+    # Subtract the maximum before dividing. Its score is then 0 even if the temperature is tiny;
+    # otherwise the division could overflow.
     scores = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, TINY)
     vocab = logits.shape[-1]
     # Compare logits instead of scores, because different logits may have equal scores after
@@ -131,19 +132,20 @@ def masked_scores(logits: Tensor, temperature: float, top_k: int, top_p: float) 
 def to_probs(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
     """Return fp32 distributions over the vocabulary, in the shape of `logits` [..., V].
 
-    Temperature, top-k and top-p are applied in this order, as in transformers' generation, and keep
-    the same number of tokens as there. Top-k also keeps all ties with the k-th value. Top-p keeps
-    the smallest set of tokens whose mass reaches `top_p`, at least one token. If only some of
-    several tokens with equal logits fit, those with the highest indices are kept (in transformers,
-    this depends on the sort).
+    Temperature, top-k and top-p are applied in this order, and keep as many tokens as transformers'
+    generation does. Top-k also keeps all ties with the k-th value. Top-p keeps the smallest set of
+    tokens whose mass reaches `top_p`, at least one token. If this set contains only some of several
+    tokens with equal logits, they are those with the highest indices (in transformers, this depends
+    on the sort).
 
-    Temperature 0 gives the one-hot at the first maximum. A row that contains NaN or +inf, or only
-    -inf, gives a result that sums to NaN; verification reports such rows.
+    At temperature 0, the first maximum gets probability 1. If a row contains NaN or +inf, or only
+    -inf, its result sums to NaN; verification reports such rows.
     """
     if temperature == 0.0:
         logits = logits.float()
         best = logits.argmax(dim=-1, keepdim=True)
-        # argmax takes a NaN as the maximum. The difference copies the NaN into the result.
+        # argmax treats NaN as the maximum. value - value is NaN if `value` is NaN or infinite,
+        # which marks the row as invalid; otherwise it is 0.
         value = logits.gather(-1, best)
         return torch.zeros_like(logits).scatter_(-1, best, value - value + 1.0)
     return masked_scores(logits, temperature, top_k, top_p).softmax(dim=-1)
@@ -151,8 +153,8 @@ def to_probs(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Te
 
 @kernel("specdec_kernels.sampling.logit_rows_triton:logit_rows_triton")
 def logit_rows(logits: Tensor, temperature: float, top_k: int, top_p: float) -> LogitRows:
-    """Compute softmax statistics. From these, other functions get the distributions of `to_probs`
-    without storing them.
+    """Compute softmax statistics of each row. Other functions use them to compute probabilities as
+    in `to_probs`, without storing whole distributions.
 
     A row that contains NaN or +inf, or only -inf, has no valid distribution and is called void. The
     torch implementation treats the vocabulary as one part.
@@ -176,8 +178,8 @@ def logit_rows(logits: Tensor, temperature: float, top_k: int, top_p: float) -> 
 
 @kernel("specdec_kernels.sampling.argmax_triton:greedy_argmax_triton")
 def greedy_argmax(logits: Tensor) -> Tensor:
-    """Return the index of the first maximum of every row of [R, V]: [R] int64; -1 if the maximum is
-    not finite."""
+    """Return [R] int64: the index of the first maximum in each row of `logits` [R, V], or -1 if the
+    maximum is not finite."""
     top, first = logits.max(dim=1)
     # top - top is zero if top is finite, and NaN otherwise. `isfinite` would take five operations
     # on a CPU.
@@ -202,10 +204,11 @@ def sample_categorical_reference(weights: Tensor, noise: Tensor) -> Tensor:
 def emitted(
     draft_tokens: Tensor, lens: Tensor, target_probs: Tensor, accepted: Tensor, last: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return a round's output: tokens [B, K + 1] int64 and accepted [B] int32, as
-    `rejection_sample_reference` describes them.
+    """Build the results of a verification from its decisions. Returns tokens [B, K + 1] int64 and
+    accepted [B] int32, as in `rejection_sample_reference`.
 
-    accepted: [B] int64, the number of accepted draft tokens. last: [B] int64, the token after them.
+    accepted: [B] int64, the number of accepted draft tokens.
+    last: [B] int64, the token after the accepted ones.
     """
     place = torch.arange(draft_tokens.shape[1] + 1, device=lens.device)
     stop = accepted[:, None]
@@ -228,11 +231,12 @@ def rejection_sample_reference(
     """Verify drafts by modified rejection sampling. The resulting tokens are distributed like
     samples from the target, whatever the draft.
 
-    See Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318). Draft token d_i is
-    accepted iff u_i * q_i(d_i) < p_i(d_i), where u is `accept_noise`. If d_a is the first rejected
-    token, one token is sampled from norm(max(p_a - q_a, 0)), or from p_a if rounding makes this
-    residual zero. If all k are accepted, one token is sampled from p_k. Sampling is by inverse CDF,
-    with the `sample_noise` of that position.
+    See Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318). Let q be the draft's
+    probabilities, p the target's, and u the `accept_noise`. Draft token d_i is accepted iff
+    u_i * q_i(d_i) < p_i(d_i). If d_a is the first rejected token, one token is sampled from
+    norm(max(p_a - q_a, 0)), or from p_a if rounding makes this residual zero. If all k = `lens`
+    draft tokens are accepted, one token is sampled from p_k. Sampling is by inverse CDF, with the
+    `sample_noise` of that position.
 
     draft_probs: [B, K, V] fp32.
     target_probs: [B, K + 1, V] fp32.
@@ -241,7 +245,7 @@ def rejection_sample_reference(
     Returns:
         Tokens [B, K + 1] int64: the accepted draft tokens and one more, padded with -1.
         accepted [B] int32: the number of accepted draft tokens.
-        If the target's probabilities contain a NaN, both are -1.
+        If the target's probabilities for a sequence contain a NaN, its tokens and accepted are -1.
     """
     num_rows, width = draft_tokens.shape
     row = torch.arange(num_rows, device=lens.device)
@@ -256,8 +260,8 @@ def rejection_sample_reference(
     accept = drafted & (accept_noise * q < p)
     accepted = accept.long().cumprod(1).sum(1)
 
-    # 2. Sample one token, from the residual max(p - q, 0) after a rejection, otherwise from p. If q
-    # has a NaN, the residual's sum is NaN. NaN is not positive, so p is used then, too.
+    # 2. Sample one token: after a rejection from the residual max(p - q, 0), otherwise from p. If q
+    # has a NaN, the residual's sum is NaN and fails the test `> 0`, so p is used.
     stop = accepted[:, None]
     weights = target_probs[row, accepted]
     if width > 0:
@@ -300,7 +304,7 @@ class Verification(NamedTuple):
     """[B, K, V'] bf16, fp16 or fp32, V' <= V, rows contiguous. Ids from V' on have probability 0.
     None if proposals were not sampled: then q is one-hot at each proposal."""
     draft_rows: Tensor | None
-    """[B, K, 4], `rows` of the draft's `logit_rows`; None if `draft_logits` is."""
+    """[B, K, 4], `rows` of the draft's `logit_rows`; None if `draft_logits` is None."""
     target_logits: Tensor
     """[B, K + 1, V] bf16, fp16 or fp32, rows contiguous."""
     target: LogitRows | None
@@ -330,8 +334,8 @@ def reject_logits(v: Verification) -> tuple[Tensor, Tensor]:
 def verified_by(
     rule: Callable[..., tuple[Tensor, Tensor]], v: Verification
 ) -> tuple[Tensor, Tensor]:
-    """Compute probabilities from the logits, and verify with a rule that reads probabilities, such
-    as `rejection_sample_reference`. The results have the form of `reject_logits`."""
+    """Compute probabilities from the logits, and pass them to `rule`, a function such as
+    `rejection_sample_reference`. Returns tokens and accepted as in `reject_logits`."""
     filters, vocab = (v.temperature, v.top_k, v.top_p), v.target_logits.shape[2]
     drafts, p = v.draft_tokens.clamp(min=0), to_probs(v.target_logits, *filters)
     if v.draft_logits is None:

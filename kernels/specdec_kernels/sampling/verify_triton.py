@@ -29,8 +29,11 @@ LEAST = tl.constexpr(TINY)
 
 @triton.jit
 def token_probability(rows, token, mask, scale, V: tl.constexpr):
-    """Return the probability of one token in each of several rows. Tokens outside `mask` are not
-    read. rows: a result of `rows_at`."""
+    """Return the probability of one token per row, for several rows.
+
+    rows: the result of `rows_at` for these rows.
+    mask: which rows to read. The result is 0 for the others.
+    """
     logits_ptr, row_ptr = rows
     x = logits_at(logits_ptr, token, mask, V)
     return kept_weight(x, token, row_ptr, mask, scale) / tl.load(row_ptr + 1, mask=mask, other=1.0)
@@ -47,8 +50,8 @@ def residual_weight(at, end, target, draft, V: tl.constexpr, DRAFT_V: tl.constex
     """Return max(factor * p - q, 0) for token ids `at` below `end`. The other arguments are as in
     `draw_token`.
 
-    A NaN stays NaN instead of becoming 0. So any sum over it is NaN, which is not positive, and the
-    token is sampled from p instead.
+    NaN is kept instead of being replaced by 0. The sum of the residual is then NaN and fails the
+    test `> 0`, so the caller samples from p instead.
     """
     p_ptr, p_row_ptr, factor, scale = target
     q_ptr, q_row_ptr, proposed = draft
@@ -65,11 +68,11 @@ def residual_weight(at, end, target, draft, V: tl.constexpr, DRAFT_V: tl.constex
 
 @triton.jit
 def draw_token(
-    residuals,  # [BLOCK_PARTS], the residual's mass in each part; all 0: sample from p
+    residuals,  # [BLOCK_PARTS], the residual's mass in each part; all 0 to sample from p
     parts_ptr,  # [PARTS], the target's mass in each part at this position
     noise,
-    target,  # a tuple: `rows_at` for this position (2 values), factor of p, `exponent_scale`
-    draft,  # a tuple: `rows_at` for this position, 0; or (None, None, token) if q is one-hot
+    target,  # 4 values: the two of `rows_at` at this position, factor of p, `exponent_scale`
+    draft,  # 3 values: the two of `rows_at`, and 0; or None, None, token if q is one-hot
     DRAFT_V: tl.constexpr,
     K: tl.constexpr,
     CUT: tl.constexpr,
@@ -124,8 +127,10 @@ def write_round(
 
 @triton.jit
 def running_weights(p, q, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Compute w_0 = 1 and w_i = min(1, w_(i-1) p_i / q_i) from the draft tokens' probabilities:
-    [BLOCK_K]."""
+    """Return the weights [BLOCK_K] of block verification: w_0 = 1, w_i = min(1, w_(i-1) p_i / q_i).
+
+    p, q: [BLOCK_K], the probability of each draft token under the target and under the draft.
+    """
     place = tl.arange(0, BLOCK_K)
     ratios = p / tl.maximum(q, LEAST)
     weights = tl.full([BLOCK_K], 1.0, tl.float32)
@@ -260,8 +265,8 @@ def verify_kernel(
             chance = tl.where(rest == 0.0, 1.0, mass / rest)
             chance = tl.where(place == length, weights, chance)
             tested = (place >= 1) & (place <= length)
-            # The noise at position i - 1 decides whether the first i draft tokens pass. They do not
-            # if the chance is NaN.
+            # The noise at position i - 1 decides whether the first i draft tokens pass. If their
+            # chance is NaN, the comparison is false, so they fail.
             noise = tl.load(accept_noise_ptr + place - 1, mask=tested, other=1.0)
             accepted = tl.max(tl.where(tested & (noise < chance), place, 0), axis=0)
             residuals = tl.sum(tl.where((place == accepted)[:, None], masses, 0.0), axis=0)
@@ -283,7 +288,7 @@ def verify_kernel(
 
 
 def verified(v: Verification, by_block: bool) -> tuple[Tensor, Tensor]:
-    """Launch the kernel. Return tokens and accepted as in `ops.reject_logits`.
+    """Launch `verify_kernel`. Return tokens and accepted as in `ops.reject_logits`.
 
     by_block: whether to use block verification instead of rejection sampling.
     """

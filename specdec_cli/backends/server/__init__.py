@@ -1,1 +1,1 @@
-"""A backend that measures inference servers over HTTP. Imports no torch."""
+"""A backend that measures inference servers over HTTP. It does not import torch."""

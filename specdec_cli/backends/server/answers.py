@@ -1,4 +1,4 @@
-"""Converts what a server sent to answers. Requests run at the same time, so each is charged a share
+"""Converts what a server sent to answers. Requests overlap in time, so each is charged only a share
 of the time. Rounds are reconstructed if the server reports enough about them."""
 
 from collections import Counter
@@ -19,10 +19,10 @@ INVALID = "spec_details_invalid"
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """The rounds of one request, in order or only counted.
+    """The rounds of one request: listed one by one if their order is known, otherwise only counted.
 
-    order: two lists, with the number of tokens that each round accepted and proposed, in this
-        order; None if the order of the rounds is unknown.
+    order: two lists with one entry per round, first the numbers of accepted tokens, then the
+        numbers of proposed tokens; None if the order of the rounds is unknown.
     histogram: entry i is the number of rounds that accepted i tokens; None if unknown, or if
         `order` is known.
     """
@@ -69,8 +69,9 @@ def is_sound(found: Details, k: int, tokens_after_first: int, *, may_skip: bool)
 
 
 def in_order(found: Details, sizes: Sequence[int]) -> list[int] | None:
-    """Return how many proposals each round accepted, in order: as the server reports it, or else as
-    the sizes of the chunks show. Returns None if the chunks do not fit the server's histogram.
+    """Return how many proposals each round accepted, in order. If the server does not report this,
+    it is derived from the sizes of the chunks. Returns None if these do not fit the server's
+    histogram.
 
     sizes: the number of tokens in each chunk after the first. Each round sends one chunk: its
     accepted proposals and one more token. Only the last round may have accepted more tokens than it
@@ -91,9 +92,10 @@ def in_order(found: Details, sizes: Sequence[int]) -> list[int] | None:
 def chunks_tell(sizes: Sequence[Sequence[int]], k: int, drafts: int, accepted: int) -> bool:
     """Return True if the server's counters show that each chunk was one round.
 
-    sizes: for each request, the number of tokens in each chunk after its first. drafts, accepted:
-    the server's counts of drafts and of accepted tokens over all requests. The last round of a
-    request may have accepted tokens after the end of its text.
+    sizes: for each request, the number of tokens in each chunk after its first.
+    drafts, accepted: the server's counts of drafts and of accepted tokens over all requests.
+        `accepted` may exceed the number in the chunks, because the last round of a request may
+        accept tokens past the end of the text.
     """
     every = [size for own in sizes for size in own]
     seen = sum(size - 1 for size in every)
@@ -128,12 +130,16 @@ def all_rounds(
     answers: Sequence[Answer], counted: Counted | str | None, k: int, *, may_skip: bool
 ) -> tuple[Source | None, list[Rounds], Counted | None, set[str]]:
     """Choose the best source of acceptance data: the server's report on each request, or else the
-    sizes of the chunks, or else only the server's counters. Returns the source (None if there is
-    none), the rounds of each answer, the total counts over all answers (None unless counters were
-    used), and warning codes.
+    sizes of the chunks, or else only the server's counters.
 
     counted: the counts from the server's counters, or a warning code if they are unknown; None if
-    the server has no counters.
+        the server has no counters.
+
+    Returns:
+        The source; None if there is none.
+        The rounds of each answer.
+        The total counts over all answers; None unless the source needs counters.
+        Warning codes.
     """
     remarks: set[str] = set()
     others = {OTHERS} if counted == OTHERS else set()
@@ -157,8 +163,13 @@ def all_rounds(
 
 
 def shares(spans: Mapping[int, tuple[float, float]]) -> dict[int, float]:
-    """Divide time among spans that overlap: each instant is split equally among the spans that
-    run then. spans: start and end in seconds, by key. Returns seconds by the same keys."""
+    """Divide time among overlapping spans. Each instant is split equally among the spans that
+    contain it.
+
+    spans: maps each key to the start and end of a span, in seconds.
+
+    Returns the share of each span in seconds, by key.
+    """
     times = sorted({at for span in spans.values() for at in span})
     open_at = dict.fromkeys(times, 0)
     for begin, end in spans.values():

@@ -1,7 +1,7 @@
 """The backend for inference servers. It loads no model weights: of the recipe's models, it reads
 only the target's tokenizer and configuration files.
 
-Libraries for tokenizers take long to import, so only the functions that use them import them.
+Tokenizer libraries are slow to import, so they are imported inside the functions that use them.
 """
 
 import platform
@@ -38,10 +38,9 @@ class Elsewhere:
 
 
 class ServerBackend:
-    """A backend that uses a different server for each k. Use it as a context manager, which stops
-    the server that it started.
-
-    The servers may run already, or this class starts them, one at a time.
+    """A backend that uses a different server for each k. The servers may be running already, or
+    this class starts them, one at a time. Use it as a context manager: on exit, the backend stops
+    the server that it started last.
 
     servers: the servers that answer requests, by k.
     logs: the folder for the logs of started servers.
@@ -82,8 +81,11 @@ class ServerBackend:
         )
 
     def start(self, plan: Prepared, k: int, told: Callable[[str], None]) -> None:
-        """Start a server for `k`, and wait until it is healthy. No other server may be running.
-        told: called with each progress message."""
+        """Start a server for `k`, and wait until it is healthy. Any server that this class started
+        earlier must have been stopped.
+
+        told: called with each progress message.
+        """
         recipe, engine = plan.recipe, plan.recipe.engine
         command = command_of(engine.kind, recipe, k, self._permissions)
         command = command.without(self._unknown) or command
@@ -194,9 +196,9 @@ class ServerBackend:
         )
 
     def _proposer(self, recipe: Recipe) -> str | None:
-        """Return a name for what proposes tokens: the recipe's draft, or its method if that needs
-        no draft, or else the method that a server reports, or "server" if none reports one. Returns
-        None if no server proposes tokens."""
+        """Return a name for the source of the proposals. This is the recipe's draft, or its method
+        if that needs no draft. Otherwise it is the method that a server reports, "server" if
+        servers propose tokens but report no method, or None if no server proposes tokens."""
         method = recipe.speculation.method
         if weights_from(method) == "draft" and recipe.draft is not None:
             return recipe.draft.model

@@ -1,4 +1,5 @@
-"""The HTTP client: sends each request when it is due and a slot is free, and reads the answers.
+"""The HTTP client. It sends each request when it is due, as soon as the limit on concurrent
+requests allows, and reads the answers.
 
 All requests of a run are timed on one clock. `dialects` has the formats of requests and answers.
 """
@@ -38,7 +39,8 @@ class Answer:
     """The outcome of one request. All times are in seconds on one clock.
 
     due: when the request should be sent.
-    sent: when the client was ready to send it, before any wait for a slot; 0 if not recorded.
+    sent: when the client was ready to send it, before any wait for the limit on concurrent
+        requests; 0 if not recorded.
     began: when the last attempt started.
     chunks: the arrival time and the number of new tokens of each chunk that holds text or tokens.
     error: why there is no usable answer; None if there is one.
@@ -73,8 +75,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on each request. timeout_s: the time limit of one attempt, in seconds. retries: the
-    number of further attempts after the first."""
+    """Limits on each request.
+
+    timeout_s: the time limit of one attempt, in seconds.
+    retries: the largest number of further attempts after the first.
+    """
 
     timeout_s: float
     retries: int
@@ -122,8 +127,10 @@ def new_session() -> aiohttp.ClientSession:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Sends requests to one server. most: the largest number of concurrent requests; None for no
-    limit."""
+    """Sends requests to one server.
+
+    most: the largest number of concurrent requests; None for no limit.
+    """
 
     http: aiohttp.ClientSession
     dialect: Dialect
@@ -151,8 +158,9 @@ class Client:
         return [task.result() for task in tasks]
 
     async def ask_arrivals(self, arrivals: Arrivals) -> list[Answer]:
-        """Send each request when it is due and a slot is free, until `arrivals.is_over`. Then wait
-        for the requests that were sent, since the server's counters include their tokens."""
+        """Send each request when it is due, at most `most` at a time, until `arrivals.is_over`.
+        Then wait for the requests that were sent, since the server's counters include their
+        tokens."""
         room = asyncio.Semaphore(self.most) if self.most is not None else None
         start, answers = time.perf_counter(), list[Answer]()
 
@@ -271,8 +279,8 @@ def _changed_prompt(answer: Answer) -> str | None:
 
 
 def _wait_asked(headers: Mapping[str, str]) -> float:
-    """Return the seconds that the Retry-After header asks to wait; 0 without a valid header. The
-    header holds a number of seconds or a date."""
+    """Return how many seconds to wait according to the Retry-After header, which holds a number of
+    seconds or a date. Returns 0 if the header is missing or invalid."""
     text = headers.get("Retry-After", "")
     try:
         return max(0.0, float(text))
@@ -285,7 +293,8 @@ def _wait_asked(headers: Mapping[str, str]) -> float:
 
 
 async def error_words(response: aiohttp.ClientResponse) -> str:
-    """Read the error message from the body of a response, or else its HTTP reason."""
+    """Read the error message from the body of a response. If the body is empty, return the HTTP
+    reason phrase."""
     text = (await response.content.read(1 << 16)).decode(errors="replace")
     try:
         found: Any = json.loads(text)
