@@ -41,6 +41,12 @@ def blamed(who: str, doing: str, about_none: str = "") -> Iterator[None]:
         raise UsageError(f"{who}: {doing} raised {told}", f"{hint}-v shows where") from problem
 
 
+def built(made: type[Any], given: object) -> Any:
+    """Make an object of a plugin's class from what it is given. A class without a constructor
+    needs nothing, and is made without it."""
+    return made() if made.__init__ is object.__init__ else made(given)
+
+
 class WatchedOptions(dict[str, Any]):
     """The recipe's `speculation.options`, in a dict that records which keys plugins read. asked:
     the keys that have been read."""
@@ -105,7 +111,7 @@ class PluggedMethod:
         # the vocabulary, and lengths (`Candidates.lens`) outside 0..caps.
         self._num_invalid: torch.Tensor | None = None
         with blamed(self.who, "making it"):
-            self.inner = type(made.__name__, (made, Proposer), {})(parts)
+            self.inner = built(type(made.__name__, (made, Proposer), {}), parts)
             self.feature_layers = tuple(self.inner.feature_layers)
 
     def __getattr__(self, name: str) -> Any:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 from specdec_cli.acceptance.base import Rule
 from specdec_cli.errors import SpecdecError, UsageError
 from specdec_cli.methods.base import Method, MethodParts, Proposer, text_bytes
-from specdec_cli.plugged import PluggedMethod, PluggedPolicy, PluggedRule, blamed
+from specdec_cli.plugged import PluggedMethod, PluggedPolicy, PluggedRule, blamed, built
 from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice, WeightsFrom
 from specdec_cli.recipe.choices.registry import METHODS, POLICIES, RULES, add
 from specdec_cli.text import one_line
@@ -66,7 +66,7 @@ def rule(name: str) -> Callable[[Made], Made]:
     def register(made: Made) -> Made:
         def make(speculation: Any) -> PluggedRule:
             with blamed(f"acceptance {name}", "making it"):
-                return PluggedRule(name, made(speculation))
+                return PluggedRule(name, built(made, speculation))
 
         add(RULES, name, RuleChoice(_words(made), code=Rule(make)))
         return made
@@ -80,7 +80,7 @@ def policy(name: str) -> Callable[[Made], Made]:
     def register(made: Made) -> Made:
         def make(speculation: Any) -> PluggedPolicy:
             with blamed(f"length policy {name}", "making it"):
-                return PluggedPolicy(name, made(speculation))
+                return PluggedPolicy(name, built(made, speculation))
 
         add(POLICIES, name, PolicyChoice(_words(made), code=make))
         return made

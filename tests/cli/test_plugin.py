@@ -318,6 +318,27 @@ def test_bad_methods_get_one_line(
     assert re.fullmatch(BAD_METHODS[body], message), message
 
 
+def test_classes_that_need_nothing_have_no_constructor(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code = (
+        f"{HEAD}@method('last')\nclass Last:\n    def propose(self, state, draft):\n"
+        "        ids = state.tail[:, -1:].expand(-1, draft.k)\n"
+        "        return Candidates(ids, draft.caps)\n"
+        "@policy('two')\nclass Two:\n    def lengths(self, k): return [2]\n"
+        "    def next_k(self, *a): return 2\n"
+        "@rule('none')\nclass Nothing:\n    def decide(self, candidates, target, params, noise):\n"
+        "        best = target.logits.argmax(-1)\n"
+        "        return Verdict(best, torch.zeros_like(candidates.lens))\n"
+    )
+    plugged = ("--plugin", written(tmp_path, code), "--draft", "last")
+    more = ("--set", "speculation.length.policy=two", "--set", "speculation.acceptance=none")
+    found = specdec(capsys, "generate", "demo", *SHORT, *plugged, *more)
+    plain = specdec(capsys, "generate", "demo", "-k", "0", *SHORT)
+    assert tokens(found) == tokens(plain)
+    assert found.document["metrics"]["num_draft_tokens"] >= 2
+
+
 BAD_RULES = {
     "return None": "acceptance mine: decide should return a Verdict, not None",
     "return Verdict(candidates.token_ids, candidates.lens)": (
