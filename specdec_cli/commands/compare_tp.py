@@ -159,7 +159,7 @@ def compare_tp_ranks(
     if place.seat is None or place.seat.folder is None:
         raise UsageError(f"only compare-tp starts {RANKS_COMMAND}", "run specdec compare-tp")
     set_up_logging(verbose=verbose)
-    # The parent writes its document to standard output, so nothing else may.
+    # Standard output is only for the parent's results document, so a rank prints to stderr.
     with (
         contextlib.redirect_stdout(sys.stderr),
         join(place, num_ranks, device=device, timeout_s=timeout_s) as world,

@@ -1,4 +1,4 @@
-"""`specdec generate`: what does this pair write, how fast, how much of the draft was accepted?
+"""`specdec generate`: writes text with a draft and a target, and reports speed and acceptance.
 
 Parses the command line and prepares the run; `generate_run` runs it and shows the results.
 """

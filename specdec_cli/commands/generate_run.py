@@ -90,10 +90,10 @@ class Ready:
 class Own:
     """The options that only this command has.
 
-    is_single: whether the command line gives exactly one prompt. If that prompt cannot run, the
-        command then fails.
-    checks: whether to compare the texts with those that the target writes alone.
-    strict: whether disturbed times make the run count as partial.
+    checks: whether to compare the texts with those that the target writes without a draft.
+    is_single: whether the command line gives exactly one prompt. If so, the command fails when that
+        prompt cannot run.
+    strict: whether the run counts as partial if a warning says that its timings were disturbed.
     """
 
     resume: bool
@@ -112,7 +112,8 @@ def get_ready(
     own: Own,
     stages: Stages,
 ) -> Ready:
-    """Check everything, create or resume the run folder, and load the models."""
+    """Check the recipe, the options and the prompts, and create or resume the run folder if one is
+    given. Then load the models, unless nothing is left to run or check."""
     resolved = resolved.model_copy(update={"data": found.data})
     job = prepare(backend, resolved, found, asked.permissions())
     resolved = dated(resolved, job)
@@ -149,7 +150,7 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
     outputs, metrics, samples = _run(world, ready, asked, watch)
     if own.is_single and outputs[0].error is not None:
         if ready.folder is not None:
-            # Nothing ran, so leave the folder free for the next run.
+            # Nothing ran. Remove the failed sample, so that another run can use the folder.
             ready.folder.forget(SAMPLES)
         hint = "use more --num-blocks or fewer --max-new-tokens, or shorten the prompt"
         raise UsageError(f"the prompt cannot run: {outputs[0].error}", hint)
@@ -196,8 +197,9 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
 
 
 def _checked(world: World, ready: Ready, outputs: list[Output]) -> CheckResult:
-    """Compare the texts of a few prompts with texts of the target alone. If the run is greedy, its
-    own texts are compared; if it samples, greedy texts are generated first."""
+    """Compare the texts of the first few prompts with those that the target writes without a draft.
+    If the run is greedy, its own texts are compared. If it samples, greedy texts are generated for
+    the comparison."""
     job, session = ready.job.part(0, PROMPTS), ready.session
     assert session is not None, "a run with a check has a session"
     plan = job.plan

@@ -170,9 +170,9 @@ _PLUGIN = (
 )
 Plugins = Annotated[list[str] | None, option("--plugin", "FILE.py", _PLUGIN, _MODELS)]
 
-# Two tables from parameters of command functions to the recipe keys that they set. The parameters
-# in the first table are named like their keys, and are listed by the recipe's sections. In the
-# second table, `*` in a key stands for both `target` and `draft`.
+# The next two tables map parameters of command functions to the recipe keys that they set.
+# `_OF_SECTIONS` lists the parameters that have the same names as their keys, by recipe section.
+# `_KEYS` also has all others; `*` in a recipe key stands for both `target` and `draft`.
 _OF_SECTIONS: Final = {
     "speculation": ("method", _K, *(f"synthetic_acceptance_{of}" for of in ("rates", "length"))),
     "sampling": ("temperature", "top_k", "top_p", "max_new_tokens", "ignore_eos"),
@@ -200,8 +200,8 @@ OPTION_KEYS: Final[Mapping[str, tuple[str, str]]] = {
     for name, key in _KEYS.items()
 }
 
-# Options that set a recipe key, by help panel. All commands with a recipe share them. Each row has
-# the parameter, its type, the name of its value, and its help.
+# Options that set a recipe key, by help panel. All commands that take a recipe share them. Each row
+# has the parameter, its type, its metavar (None for a flag), and its help text.
 _KEY_OPTIONS: Final = {
     _MODELS: (
         ("target", str, "MODEL", "Target model."),
@@ -294,8 +294,8 @@ class Asked:
         draft needs and, if `sampling.from` asks for it, read the sampling settings from the
         target's files.
 
-        own: the values of the options that only this command has, by the same names as in the
-            function `resolve`.
+        own: the values of the options that only this command has, keyed by the names in
+            `OPTION_KEYS`.
         sets: further `KEY=VALUE` items, as for --set.
         """
         from specdec_cli.models.draft_form import with_method
@@ -306,8 +306,8 @@ class Asked:
         if found.load.request_rate is not None and "request_rate" not in own:
             told = "load.request_rate: only sweep-k sends requests at a rate"
             raise UsageError(told, "pass --set load.request_rate=null")
-        # Options override the recipe. So --draft may also replace the recipe's method by one that
-        # fits the new draft, unless the command line names a method itself.
+        # Options override the recipe. So if --draft is given, the recipe's method may be replaced
+        # with one that fits the new draft, unless the command line names a method itself.
         is_free = options.get("draft") is not None
         names_method = _METHOD in parse_sets(all_sets) or options.get("method") is not None
         return with_sampling(with_method(found, is_free=is_free and not names_method))
@@ -326,8 +326,11 @@ class Asked:
             typer.echo(f"warning: -k {k} has no effect: {why}", err=True)
 
     def warn_of_servers(self, *, starts: bool) -> None:
-        """Warn the user about options that do not reach servers. starts: whether the command starts
-        the servers, with the recipe's target."""
+        """Warn the user about options that have no effect on servers.
+
+        starts: whether the command starts the servers. If so, it passes them the settings of the
+            recipe's target, so --target-tp and --dtype do have an effect.
+        """
         unsent = ["draft_tp", "device", "num_blocks", "block_size"]
         unsent += [] if starts else ["target_tp", "dtype"]
         found = [OPTION_KEYS[name][0] for name in unsent if self.given.get(name) is not None]

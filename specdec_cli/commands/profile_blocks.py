@@ -124,8 +124,9 @@ def _measured(
             where = native.environment(native.prepared(planned))
             RunFolder.create(asked.output, resolved, where).close()
         profile = measure_blocks(planned, prompts, context, stages.begin, stages.expect)
-        # Make the document before `ready` limits how long ranks wait for each other: rank 0 also
-        # estimates the draft at other tensor-parallel degrees, which takes a while.
+        # Make the document before calling `world.ready()`, after which ranks wait for each other
+        # only up to a timeout. It takes a while, because rank 0 also estimates the draft at other
+        # tensor-parallel degrees.
         found = document(resolved, profile) if world.is_first else {}
     world.ready()
     return found
@@ -141,10 +142,13 @@ def _estimated(
     """Estimate every combination of the lists' values and the memory sizes.
 
     Returns the recipe and the results document of the first combination that fits. Under `points`
-    the document has a row for every combination. rooms: the memory sizes from `_rooms`; if there
-    are several, each row names its size as `device_memory_bytes`.
+    the document has a row for every combination.
 
-    Raises `SetupError` if no combination fits. If all were skipped, raises the first one's problem.
+    rooms: the memory sizes, as returned by `_rooms`. If there are several, each row of `points`
+    has its own size in `device_memory_bytes`.
+
+    Raises `SetupError` if no combination fits. If all combinations were skipped, raises the error
+    of the first one.
     """
     from specdec_cli.commands.reading import recipe_options
 
@@ -199,8 +203,8 @@ def _estimated(
 def _rooms(device_memory: str | None, memory: str | None) -> Sequence[tuple[int, bool] | None]:
     """Parse the memory sizes for which to estimate.
 
-    Returns a pair for each size: its bytes, and whether it applies to GPUs only. The only entry is
-    None, for this machine's memory, if neither option was given.
+    Returns a tuple for each size: its bytes, and whether it applies to GPUs only. If neither option
+    was given, returns [None], which stands for this machine's memory.
     """
     if device_memory is not None and memory is not None:
         raise UsageError("--memory and --device-memory exclude each other", "leave one out")
@@ -217,8 +221,8 @@ def _rooms(device_memory: str | None, memory: str | None) -> Sequence[tuple[int,
 
 @contextmanager
 def _naming_shapes() -> Iterator[None]:
-    """If a model is missing, extend the error's hint with the bundled recipes that need no
-    download, because they include the configs, which are all that an estimate reads."""
+    """If a model is missing, add to the error's hint the bundled recipes that need no download.
+    They include the models' configs, and an estimate reads nothing else."""
     try:
         yield
     except SetupError as problem:

@@ -67,9 +67,10 @@ def find_prompts(
     """Read the prompts from the options, else from a pipe if `reads_pipe` is set, else from the
     recipe's data.
 
-    `resolved` already contains the values of `recipe_options`. A recipe has no path to name for
-    some prompts, such as those from standard input. If there is a run folder, the result then
-    contains a copy of the prompts to store there, and its data section names that copy.
+    `resolved` already contains the values of `recipe_options`. Some prompts, such as those from
+    --prompt or standard input, are not in a file that a recipe could name. If there is a run
+    folder, the result then contains a copy of the prompts to store in the folder, and its data
+    section names that copy.
     """
     chat, system = _chat_of(source, resolved.data)
     data, skip = resolved.data, source.skip_bad
@@ -97,8 +98,8 @@ def find_prompts(
 def _loose(
     source: options.Prompts, resolved: Recipe, asked: Asked, *, reads_pipe: bool
 ) -> list[Prompt] | None:
-    """Read prompts that have no path to name in a recipe, such as those from standard input.
-    Returns None if there is no such source of prompts, or only an empty pipe."""
+    """Read the prompts that are not in a file that a recipe could name, such as those from --prompt
+    or standard input. Returns None if none are given, or if the only source is an empty pipe."""
     given, file = source.prompt or [], source.prompt_file
     is_given = bool(given) or file is not None
     if not is_given and not (reads_pipe and _is_piped()):
@@ -153,8 +154,8 @@ def _from_data(
 
 
 def _chat_of(source: options.Prompts, data: DataSection | None) -> tuple[str, str | None]:
-    """Return `data.chat` and `data.system` with the options applied, for prompts from any
-    source."""
+    """Return the values of `data.chat` and `data.system` after applying the options. They are used
+    for prompts from any source. Raises `UsageError` for options that exclude each other."""
     chat, system = source.chat, source.system
     chosen = [f"--{name.replace('_', '-')}" for name in _OF_CHAT if getattr(source, name)]
     if chat is False:

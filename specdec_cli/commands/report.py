@@ -1,6 +1,6 @@
 """`specdec report`: turns run folders into a page, plots and tables.
 
-Parses the command line; `specdec_cli.report` does the work. Needs no torch.
+Parses the command line; `specdec_cli.report` does the work. Does not need torch.
 """
 
 import json

@@ -52,8 +52,8 @@ def resumed(
 
 
 def _use_threads_of(folder: Path) -> None:
-    """Use the run's original number of threads if the machine has the same number of processors. A
-    different number would mix times from two environments."""
+    """Use the run's original number of threads if the machine has the same number of processors.
+    With a different number, times of the same run would not be comparable."""
     from specdec_cli.experiment.folders.settings_file import read_json
 
     where = read_json(folder / "environment.json")
@@ -71,17 +71,19 @@ def folder_of_servers(asked: Asked, kept: Mapping[str, Any]) -> Path | None:
 
 
 def names_of_drafts(asked: Asked, kept: Mapping[str, Any]) -> list[str | None]:
-    """Return the names of the drafts that the resumed sweep compares, if its recipe comes from the
-    sweep's folder; otherwise [None], for the draft of the given recipe."""
+    """Return the names of the drafts that the sweep must compare. If it resumes with the recipe in
+    its folder, these are the stored names. Otherwise returns [None], for the recipe's own draft."""
     return list(kept["drafts"]) if kept and _has_its_recipe(asked) else [None]
 
 
 def with_draft(asked: Asked, kept: Mapping[str, Any], name: str | None = None) -> Asked:
-    """Set the draft as the folder's records name it.
+    """Return the command line of a resumed run, with the draft named as in the stored settings.
 
-    The folder's recipe contains the draft's whole path, but the resumed run must use the same name
-    as before. If the command line uses another recipe, it is returned unchanged. name: the draft's
-    name in a sweep that compares several; None if there is only one.
+    This is needed because the folder's recipe contains the draft's whole path, while the resumed
+    run must use the same name as before. Returns `asked` unchanged if nothing is stored, or if it
+    uses a recipe from elsewhere.
+
+    name: the draft's name in a sweep that compares several drafts; None if there is only one.
     """
     if not kept or not _has_its_recipe(asked):
         return asked
@@ -108,8 +110,9 @@ def saying_what_is_kept(
     """If the run in the block is interrupted or its ranks fail, report what its folder contains and
     how to resume it.
 
-    noun: the singular noun for a line of samples.jsonl. is_told: False to report nothing. own: see
-    `say_kept`.
+    noun: what to call a line of samples.jsonl, in the singular.
+    is_told: False to report nothing.
+    own: see `say_kept`.
     """
     try:
         yield
@@ -128,8 +131,10 @@ def saying_what_is_kept(
 
 
 def say_kept(what: str, asked: Asked, command: str, **own: object) -> None:
-    """Tell the user how many samples the interrupted run's folder has, and the command that resumes
-    the run. own: options that the folder does not record, by parameter name.
+    """Tell the user what the interrupted run's folder keeps, and the command that resumes the run.
+
+    what: what the folder keeps, such as "3 samples".
+    own: the values of options that the folder does not record, by parameter name.
     """
     given = {name: getattr(asked, name) for name in ("trust_remote_code", "allow_pickle")}
     given |= {"plugin": asked.plugin, **own}

@@ -73,7 +73,11 @@ def keep(folder: RunFolder, servers: Named) -> None:
 
 
 def _as_before(servers: Named, folder: Path) -> Named:
-    """Fill in what the command line does not name with the servers stored in the folder."""
+    """Return `servers`, with what the command line leaves out taken from the resumed run's folder.
+
+    The baseline is taken from the folder only if the command line has neither of its two options.
+    Raises `UsageError` if no server is named in either place.
+    """
     kept = checked(read_json(folder / _FILE), Named)
     if isinstance(kept, Named):
         if not servers.urls:  # show where prompts and the API key will be sent

@@ -135,7 +135,7 @@ def joined(
     *,
     computes: bool = True,
 ) -> Iterator[tuple[World, T]]:
-    """Join the ranks that run the recipes, and yield this rank's world and the result of `read`.
+    """Join the ranks that run the recipes. Yield this rank's `World` and the result of `read`.
 
     If this process must start the ranks first, it checks the recipes, starts the ranks, waits for
     them and exits with their exit code, so the block runs only in the ranks.

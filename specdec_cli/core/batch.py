@@ -101,12 +101,16 @@ def make_batch(
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """The tokens of one pass of a round: Q for each slot, at positions length + offset + 0..Q-1.
+    """The tokens of one pass of a round: Q tokens for each of the B slots of a `BatchState`.
 
-    Token j of a slot is live if the slot is active, the token's position is in 0..max_len-1, and
-    lens >= offset + j + margin (or lens is None). Other tokens are padding: their keys go to the
-    trash block, and their logits are meaningless.
+    Token j of a slot is at position length + offset + j, where length is the number of tokens of
+    the slot's sequence. It is live if the slot is active, the position is in 0..max_len-1, and
+    lens >= offset + j + margin (or lens is None). Other tokens are padding: their keys and values
+    go to block 0, whose contents are ignored, and their logits are meaningless.
 
+    token_ids: int64 [B, Q].
+    lens: int64 [B], how many tokens each sequence proposes; None if this does not limit the pass.
+    margin: which proposals are live, for example 1 for all of them and 2 for all but the last.
     last_only: whether only the last token of each slot needs logits.
     first_logit: if not `last_only`, the index of the first token of a slot that needs logits.
     cached: int64 [B], how many tokens of each sequence are known to be in the model's cache. On a
@@ -136,7 +140,7 @@ class Rectangle:
 
 
 class LiveRows(NamedTuple):
-    """Maps the outputs of a pass over live tokens only to the rows that the padded pass would have.
+    """Maps the outputs of `live_batch`'s pass to their rows in the outputs of `padded_batch`'s.
 
     logits: int64 [M], the index of each row of logits among all B * `Rectangle.num_logits` rows.
     tokens: int64 [T], the index of each token among all B * Q tokens.
@@ -149,8 +153,11 @@ class LiveRows(NamedTuple):
 def live_batch(
     what: Rectangle, state: BatchState, block_size: int, num_ids: int
 ) -> tuple[ForwardBatch, LiveRows]:
-    """Make a pass over only the live tokens of `what`, for a CPU. Token ids are clamped to
-    0..num_ids-1."""
+    """Make the tensors for a pass over only the live tokens of `what`, on a CPU. Tokens that are in
+    the cache already are left out, and token ids are clamped to 0..num_ids-1.
+
+    Also returns where the outputs of this pass belong among those of `padded_batch`'s pass.
+    """
     batch, width = what.token_ids.shape
     lengths, active = what.lengths(state).tolist(), state.active.tolist()
     lens = None if what.lens is None else what.lens.tolist()
@@ -211,8 +218,8 @@ def live_batch(
 
 
 def padded_batch(what: Rectangle, state: BatchState, block_size: int, num_ids: int) -> ForwardBatch:
-    """Make a pass over all tokens of `what`, with the fixed shapes that CUDA graphs need. Token ids
-    are clamped to 0..num_ids-1."""
+    """Make the tensors for a pass over all tokens of `what`, including padding. Their shapes are
+    fixed, as CUDA graphs require. Token ids are clamped to 0..num_ids-1."""
     count, width = what.token_ids.shape
     ids, positions, kv_slots, context_lens = ops.padded_pass(
         *(what.token_ids, what.lengths(state), what.lens, state.active, state.block_tables),
@@ -240,8 +247,8 @@ def padded_batch(what: Rectangle, state: BatchState, block_size: int, num_ids: i
 def rectangle(
     count: int, width: int, num_logits: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the row of each sequence's first query, int32 [B + 1], and the last `num_logits` rows
-    of each sequence, int64 [B * num_logits]. The latter is None if these are all rows."""
+    """Return `query_start` and `logit_rows`, as in `ForwardBatch`, for B = `count` sequences of
+    Q = `width` tokens each, if the last `num_logits` tokens of each sequence need logits."""
     starts = width * torch.arange(count + 1, device=device)
     last = starts[1:, None] - torch.arange(num_logits, 0, -1, device=device)
     return starts.to(torch.int32), last.flatten() if num_logits < width else None

@@ -1,5 +1,8 @@
-"""The data types of a round on the device. Legend: B sequences, K proposal length, V vocabulary of
-the target, V' of the draft, at most V, F width of features."""
+"""The data types of a round on the device.
+
+Legend: B sequences; K proposal length; V size of the target's vocabulary; V' size of the draft's,
+at most V; F width of features.
+"""
 
 from dataclasses import dataclass
 
@@ -13,8 +16,10 @@ from specdec_cli.core.parallel import TensorParallel
 class Noise:
     """Uniform random numbers in [0, 1) of one round, fp32.
 
-    draft: [B, K], to draw proposals. accept: [B, K], to accept proposals. sample: [B, K + 1], for
-    the token after the accepted proposals, indexed by that token's position.
+    draft: [B, K], to draw the proposals.
+    accept: [B, K], to decide whether each proposal is accepted.
+    sample: [B, K + 1], to draw the token after the accepted proposals. Column i is used if i
+        proposals were accepted.
     """
 
     draft: Tensor
@@ -26,8 +31,8 @@ class Noise:
 class TokenDist:
     """The distributions that proposals were drawn from, as logits; probabilities are not stored.
 
-    logits: [B, K, V']; ids at or past V' have probability 0. stats: fp32 [B, K, 4], see
-    `ops.logit_rows`; None on a CPU, which reads the logits again.
+    logits: [B, K, V']; ids at or past V' have probability 0.
+    stats: fp32 [B, K, 4], see `ops.logit_rows`; None on a CPU, which reads the logits again.
     """
 
     logits: Tensor
@@ -38,10 +43,11 @@ class TokenDist:
 class Candidates:
     """The proposals of one round.
 
-    token_ids: int64 [B, K]; -1 if the draft's logits are not finite. Entries past a sequence's
-    length are valid but meaningless ids. lens: int64 [B], k_i of each sequence, 0..K. q: the
-    distributions of the proposals; None if nothing was drawn (greedy drafts, lookups), and on ranks
-    other than 0.
+    token_ids: int64 [B, K]; -1 where the draft's logits are not finite. Entries past a sequence's
+        proposal length are valid but meaningless ids.
+    lens: int64 [B], the proposal length k_i of each sequence, 0..K.
+    q: the draft's distributions, from which the proposals were drawn; None if nothing was drawn
+        (greedy drafts, lookups), and on ranks other than 0.
     """
 
     token_ids: Tensor
@@ -60,9 +66,10 @@ class Candidates:
 class TargetOutput:
     """The target's output for one round's proposals.
 
-    logits: [B, K + 1, V], after the last token and after each proposal; rows past k_i are
-    meaningless. features: [B, K + 1, F], the hidden states that the proposer asked for; None if it
-    asked for none.
+    logits: [B, K + 1, V]. Row 0 is for the position after the sequence's last token, row i for the
+        position after proposal i. Rows past k_i, the sequence's proposal length, are meaningless.
+    features: [B, K + 1, F], the hidden states that the proposer asked for; None if it asked for
+        none.
     """
 
     logits: Tensor
@@ -74,8 +81,9 @@ class Verdict:
     """The decision of one round.
 
     token_ids: int64 [B, K + 1]: the accepted proposals, then one token from the target, then
-    meaningless entries. num_accepted: int64 [B]; -1 if the target's logits are not finite, -2 if
-    the draft's logits are not.
+        meaningless entries.
+    num_accepted: int64 [B], the number of accepted proposals of each sequence; -1 if the target's
+        logits are not finite, -2 if the draft's logits are not.
     """
 
     token_ids: Tensor
@@ -89,7 +97,7 @@ class Verdict:
 
 
 def _packed(rows: Tensor, column: Tensor) -> Tensor:
-    """Join both arguments into one contiguous tensor [B, N + 1] that takes only one message."""
+    """Join both arguments into one contiguous tensor [B, N + 1], to send them in one broadcast."""
 
     return torch.cat((rows, column[:, None]), dim=1)
 

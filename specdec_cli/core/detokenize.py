@@ -113,8 +113,9 @@ def text_before(tokenizer: Tokenizer, token_ids: Sequence[int], stop: tuple[str,
     decoder = tokenizer.finding(stop)
     text = cut_at_stop(whole := decoder.decode(token_ids), stop)
     if text == whole:
-        # Some tokenizers drop the space before the first word of a text. The stop string may begin
-        # with that space, since it was found in the text after the prompt.
+        # Some tokenizers drop the space before the first word of a text. `StopFinder` decodes the
+        # tokens together with the prompt's last ones, which keeps that space, so the stop string
+        # that it found may begin with the space.
         text = cut_at_stop(f" {whole}", stop)[1:]
     if decoder is tokenizer:
         return text

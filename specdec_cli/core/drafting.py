@@ -13,7 +13,7 @@ from specdec_cli.core.logits_processors import TextsBefore
 from specdec_cli.core.sampling import by_target_ids, draw, softmax_stats
 from specdec_cli.core.types import SamplingParams
 
-# Arguments: for R drawn tokens, their columns in the logits, int64 [R], and the logits, [R, V'].
+# Arguments: the columns of R drawn tokens in the logits, int64 [R], and these logits, [R, V'].
 # Result: bool [R], True to end drafting after the token. Each value depends only on its own row.
 Stop = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # Argument: the draft's confidence in each sequence's next token, which is not drawn yet, fp32 [B].
@@ -30,9 +30,9 @@ class Drafting:
     vocab_size: the size of the target's vocabulary; the draft's logits past it are dropped.
     noise: fp32 [B, K], the random numbers for the draws; None if decoding is greedy.
     keeps_dist: whether to keep the distributions that tokens are drawn from. Only a rank that
-    verifies needs them.
-    stop: ends a sequence's drafting after a token, as `end_after` does; None to never do so.
-    doubt: ends a sequence's drafting before a token, as `end_before` does; None to never do so.
+        verifies needs them.
+    stop: decides after which token a sequence's drafting ends early; None if it never does.
+    doubt: decides before which token a sequence's drafting ends early; None if it never does.
     texts: processes the logits before tokens are drawn from them; None to leave them unchanged.
     """
 
@@ -45,7 +45,8 @@ class Drafting:
     stop: Stop | None = None
     doubt: Doubt | None = None
     texts: TextsBefore | None = None
-    lens: torch.Tensor = field(init=False)  # int64 [B], lengths so far: caps, or less after a stop
+    # int64 [B], how many tokens each sequence proposes: `caps`, or less if drafting ended early.
+    lens: torch.Tensor = field(init=False)
     # One tensor for each group of N positions that were drawn at once, [B, N, ...].
     _tokens: list[torch.Tensor] = field(default_factory=list, init=False)
     _logits: list[torch.Tensor] = field(default_factory=list, init=False)
@@ -61,8 +62,8 @@ class Drafting:
 
     @property
     def is_over(self) -> bool:
-        """True when no sequence takes another token. On CUDA, this is True only after K tokens,
-        because the host would have to wait for the device to read the lengths."""
+        """True when no sequence takes another token. On CUDA, this is True only after K tokens: the
+        host does not read the lengths, because it would have to wait for the device."""
         step = self.num_drawn
         return step >= self.k or (not self.lens.is_cuda and not bool((self.lens > step).any()))
 
@@ -72,12 +73,14 @@ class Drafting:
         return self.draw_all(logits[:, None], ids)[:, 0]
 
     def draw_all(self, logits: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Draw the tokens of the next N positions, int64 [B, N], each from its own row of `logits`
-        [B, N, V' or more]. N is K for a whole block.
+        """Draw the tokens of the next N positions, each from its own row of `logits`. Returns their
+        ids in the target's vocabulary, int64 [B, N]. An id is -1 if its logits are not finite;
+        verification reports this.
 
-        ids: int64 [V'], the target's id of each column, all different; None if columns are already
-        the target's ids. A row with logits that are not finite gives -1, which verification
-        reports.
+        logits: [B, N, V' or more]. Columns past the target's vocabulary are dropped. N is K if a
+            whole block of proposals is drawn at once.
+        ids: int64 [V'], the target's id of each column, all different; None if the columns are
+            already the target's ids.
         """
         step, shape = self.num_drawn, logits.shape[:2]
         if ids is not None and not (self.params.is_greedy and self.texts is None):

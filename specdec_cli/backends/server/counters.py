@@ -82,8 +82,8 @@ def difference(before: Scrape, after: Scrape, k: int, tokens: int, most_more: in
 
     k: the number of draft positions to count.
     tokens: the number of output tokens in the answers to our requests.
-    most_more: the largest number of further tokens that the server may have generated for our
-        requests.
+    most_more: how many tokens in addition to `tokens` the server may have generated for our
+        requests, at most.
     """
     if has_reset(before, after):
         return RESET

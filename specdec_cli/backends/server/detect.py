@@ -19,12 +19,15 @@ _UNREACHED = "check that it is up, its host and its port; sweep-k --serve vllm s
 
 
 class KeyWantedError(SetupError):
-    """The server refuses requests without its key, and waiting does not help."""
+    """The server refuses requests without its API key, so waiting longer would not help."""
 
 
 def address(text: str, option: str) -> str:
-    """Return the base address of a server, without /v1. Raises `UsageError` if `text` is not an
-    HTTP address, or holds a user or a password. option: the option to name in the message."""
+    """Return the base address of a server, without /v1.
+
+    option: the option to name in error messages. Raises `UsageError` if `text` is not an HTTP
+    address, or contains a user name or a password.
+    """
     _, at, host = text.strip().rpartition("@")
     if at:  # the part before it may be a password, so do not repeat it
         raise UsageError(
@@ -49,9 +52,11 @@ async def look_at(
 ) -> ServerFacts:
     """Wait until the server at `url` is healthy, and find out which server it is.
 
-    served_model: the model to ask for; None for the server's only model. patience_s: how long to
-    wait, in seconds. Raises `SetupError` if no usable server answers in time, and `UsageError` if
-    the server lacks `served_model`, or serves several models and none was named.
+    served_model: the model to ask for; None for the server's only model.
+    patience_s: how long to wait, in seconds.
+
+    Raises `SetupError` if no usable server answers in time. Raises `UsageError` if the server does
+    not have `served_model`, or if it serves several models and `served_model` is None.
     """
     await _healthy(http, url, patience_s)
     status, models = await _json(http, url, "/v1/models")

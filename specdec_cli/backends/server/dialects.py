@@ -33,8 +33,9 @@ class Refused(Exception):
 class ServerFacts:
     """Facts that a server reports about itself.
 
-    k: the proposal length; None if the server does not report it. model: the model's name in
-    requests. incremental: whether SGLang's chunks hold only new tokens, not all tokens so far.
+    k: the proposal length; None if the server does not report it.
+    model: the model's name in requests.
+    incremental: whether SGLang's chunks hold only new tokens, not all tokens so far.
     """
 
     url: str
@@ -49,10 +50,11 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """A server's report on the rounds of one request. Nothing in it has been checked.
+    """A server's report on the rounds of one request, as received and not checked.
 
-    histogram: entry i is the number of rounds that accepted i proposals. accepted, proposed: how
-    many tokens each round accepted and proposed, in order; None if the server does not report them.
+    histogram: entry i is the number of rounds that accepted i proposals.
+    accepted: how many tokens each round accepted, in order; None if the server does not report it.
+    proposed: how many tokens each round proposed, in order; None if the server does not report it.
     """
 
     num_rounds: int
@@ -65,8 +67,10 @@ class Details:
 
 @dataclass(slots=True)
 class Reading:
-    """The part of an answer that has been read so far. usage: the server's count of output
-    tokens."""
+    """The part of an answer that has been read so far.
+
+    usage: the number of output tokens according to the server.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -100,7 +104,8 @@ class Dialect(Protocol):
 
 def common_body(request: Request, params: SamplingParams, *, off: int) -> dict[str, Any]:
     """Return all sampling fields of a request. Every field is sent, since servers take missing ones
-    from the model's generation_config.json. off: the value that turns top-k off."""
+    from the model's generation_config.json. off: the value of top_k that disables top-k sampling
+    on this server."""
     found: dict[str, Any] = {
         "temperature": params.temperature,
         "top_k": params.top_k or off,

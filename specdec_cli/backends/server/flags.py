@@ -55,7 +55,7 @@ class Command:
 
 
 def model_words(section: ModelSection) -> str:
-    """Return the name to give a server for a model: its folder on this machine, or else its id."""
+    """Return how to name a model on a server's command line: by its local path, or else its id."""
     from specdec_cli.models.resolve import local_place
 
     place = local_place(section.model, section.file)
@@ -148,8 +148,7 @@ def _sglang_flags(recipe: Recipe, k: int) -> list[tuple[str, ...]]:
 
 def _sglang_length(recipe: Recipe, k: int) -> float | None:
     """Return the mean acceptance length that SGLang must simulate; None if nothing is simulated.
-    SGLang draws one length for the whole batch, so it can be given a mean but no rates per
-    position."""
+    SGLang draws one length for the whole batch, so it accepts a mean but no rates per position."""
     if _rule_of(recipe, "SGLang") != "synthetic":
         return None
     speculation = recipe.speculation

@@ -1,6 +1,6 @@
 """The dialects for /v1/completions. Any OpenAI-compatible server streams text, which is enough to
-measure times. vLLM also sends token ids. It reports its rounds with each answer or in its
-counters."""
+measure times. vLLM also sends token ids, and reports on speculation either with each answer or in
+its counters."""
 
 from collections.abc import Mapping
 from typing import Any

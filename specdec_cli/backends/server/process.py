@@ -18,7 +18,7 @@ from specdec_cli.text import inert
 HOST = "127.0.0.1"
 _LAST_LINES = 5
 _UNKNOWN = re.compile(r"unrecognized arguments: (.*)")
-_SLACK_S = 20.0  # extra wait after `stop_timeout_s`, in which killed processes end
+_SLACK_S = 20.0  # extra time after `stop_timeout_s`, for killed processes to exit
 
 
 _NOT_FOUND = 127  # the exit code for a command that does not exist, as in shells
@@ -34,8 +34,10 @@ class NotUpError(RunError):
 class Process:
     """A server process that ends when this process ends.
 
-    words: the server's command line. env: variables to add to its environment. log: the file to
-    which its output is appended. stop_timeout_s: how long it may take to stop before it is killed.
+    words: the server's command line.
+    env: variables to add to its environment.
+    log: the file to which its output is appended.
+    stop_timeout_s: how long the server may take to stop before it is killed, in seconds.
     """
 
     def __init__(

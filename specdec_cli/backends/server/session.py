@@ -1,5 +1,5 @@
-"""A session that sends requests to servers. There is one server for each k, and a run uses the
-server that has its k."""
+"""A session that sends requests to servers. Each proposal length k has its own server, and a run
+at k sends its requests to that server."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -87,9 +87,11 @@ async def scrape(http: aiohttp.ClientSession, url: str) -> Scrape | None:
 class ServerSession:
     """A session whose requests are answered by servers, one server at a time.
 
-    servers: the servers by k. batch_size: the maximum number of concurrent requests; 0 for no
-    limit. may_skip: whether the method may propose nothing in a round, as n-grams do. check: a
-    function that raises `RunError` if a server that we started ends within the given seconds.
+    servers: the servers, by their proposal length k.
+    batch_size: the maximum number of concurrent requests; 0 for no limit.
+    may_skip: whether the method may propose nothing in a round, as n-gram lookup may.
+    check: a function that raises `RunError` if a server that we started ends within a time, which
+        it takes in seconds.
     """
 
     servers: Mapping[int, ServerFacts]
@@ -149,8 +151,10 @@ class ServerSession:
         self, http: aiohttp.ClientSession, ask: _Ask, k: int, params: SamplingParams
     ) -> tuple[list[Answer], Counted | str | None]:
         """Send the requests to the server that has this k, and read its counters before and after.
-        Returns the answers and how much the counters grew, or a warning code; see `difference`.
-        None instead if there are no counters."""
+
+        Returns the answers and the result of `difference`: how much the counters grew, or a warning
+        code. The latter is None if the counters do not exist or cannot be read.
+        """
         facts = self.servers[k]
         dialect = DIALECTS[facts.kind]
         before = await scrape(http, facts.url) if dialect.counts else None
@@ -204,9 +208,9 @@ class ServerSession:
 def _with_common(
     found: list[Finished], of_all: Counted | None, remarks: set[str]
 ) -> list[Finished]:
-    """Return the answers, with what is only known for all of them together: the counts `of_all` and
-    the warning codes `remarks`. One answer carries these, so that they are counted only once: the
-    last answer without an error. If there is none, they are dropped."""
+    """Add the counts `of_all` and the warning codes `remarks`, which describe all answers together,
+    to the last answer without an error, and return the answers. Only one answer carries them, so
+    that they are counted only once. If every answer has an error, they are dropped."""
     place = next((i for i in reversed(range(len(found))) if found[i].error is None), None)
     if place is not None and (served := found[place].served) is not None:
         codes = (*served.remarks, *sorted(remarks))

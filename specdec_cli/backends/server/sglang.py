@@ -1,5 +1,5 @@
 """The dialect for SGLang's /generate. Each event holds the whole text so far, unless the server is
-set to send only new tokens. The last event has the details of rounds."""
+set to send only new tokens. The last event also has the counts of the request's rounds."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -66,7 +66,7 @@ class Sglang:
 
 def _details(meta: Mapping[str, Any]) -> Details:
     """Read the counts of rounds from the event's meta_info. `spec_accept_length` is not used, since
-    it includes the token that prefill writes."""
+    it also counts the token that prefill generates."""
     return Details(
         num_rounds=meta["spec_verify_ct"],
         num_accepted=meta.get("spec_num_correct_drafts", -1),
