@@ -87,9 +87,10 @@ def test_what_was_measured_under_is_kept(
         first = generate(capsys, *run)
     again = generate(capsys, *run, "--resume", "--strict")
     assert (first.code, again.code) == (0, 3) and again.err.count(noise.message) == 1
-    for found in (first, again):  # whatever the tests before took
-        assert found.document["metrics"].pop("peak_memory_bytes") > 1 << 20
-    assert again.document == first.document
+    whole, resumed = first.document, again.document
+    for found in (whole, resumed):  # the last sample's may be less than the run's
+        assert found["metrics"].pop("peak_memory_bytes") > 1 << 20
+    assert resumed == whole
 
 
 def test_plain_decoding_names_no_draft_and_goes_on(
