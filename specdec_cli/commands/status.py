@@ -119,7 +119,10 @@ def waiting(what: str, *, quiet: bool) -> Iterator[Stages]:
 
 
 class _InertFormatter(logging.Formatter):
-    """Escapes control characters in tracebacks."""
+    """Writes log records like other messages, and escapes control characters in tracebacks."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return f"{record.levelname.lower()}: {record.message}"
 
     def formatException(self, ei: Any) -> str:
         return inert(super().formatException(ei))
@@ -155,7 +158,7 @@ def set_up_logging(*, verbose: bool) -> None:
     """
     handler = logging.StreamHandler()
     handler.setLevel(logging.DEBUG)
-    handler.setFormatter(_InertFormatter("%(levelname)s: %(message)s"))
+    handler.setFormatter(_InertFormatter())
     logging.setLogRecordFactory(_inert_record)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logger = logging.getLogger("specdec")

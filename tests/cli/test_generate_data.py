@@ -85,7 +85,7 @@ def test_bad_lines(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         result = generate(capsys, *arguments)
         assert [o["prompt"] for o in result.outputs] == ["a", "b"]
     warning = specdec("generate", "--prompt-file", path, "--skip-bad", *SHORT[:-1]).err
-    assert f"WARNING: skipped 2 bad lines, the first of them: {path}:2: prompt should" in warning
+    assert f"warning: skipped 2 bad lines, the first of them: {path}:2: prompt should" in warning
 
 
 def test_a_dataset_that_cannot_be_had(run: Run) -> None:

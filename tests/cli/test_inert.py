@@ -267,7 +267,7 @@ def test_log_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     monkeypatch.setattr(root, "handlers", [])
     set_up_logging(verbose=False)
     logging.getLogger("specdec").warning("model %s", ALL)
-    assert capsys.readouterr().err == f"WARNING: model {inert(ALL)}\n"
+    assert capsys.readouterr().err == f"warning: model {inert(ALL)}\n"
 
 
 def test_a_warning_is_logged_once(
@@ -281,8 +281,8 @@ def test_a_warning_is_logged_once(
         log.warning("the %s", told)
     log.error("it broke")
     log.error("it broke")
-    told = "WARNING: the first\nWARNING: the other\n" + 2 * "ERROR: it broke\n"
+    told = "warning: the first\nwarning: the other\n" + 2 * "error: it broke\n"
     assert capsys.readouterr().err == told
     set_up_logging(verbose=False)
     log.warning("the first")
-    assert capsys.readouterr().err == "WARNING: the first\n"
+    assert capsys.readouterr().err == "warning: the first\n"
