@@ -36,7 +36,10 @@ def coded(x, scale):
 
 @triton.jit
 def row_of(start_ptr, token, num_rows, STEPS: tl.constexpr):
-    """Return the largest row b with start[b] <= token, by bisection; needs 2**STEPS >= num_rows."""
+    """Return the block-table row to which a token belongs: the largest b with start[b] <= token.
+
+    The search is a bisection and needs 2**STEPS >= num_rows.
+    """
     low = token * 0
     high = low + num_rows - 1
     for _ in tl.static_range(STEPS):

@@ -1,8 +1,8 @@
 """Attention for long prompt chunks over contiguous copies of their keys and values.
 
-TMA loads large tiles without using the warps that multiply, but cache blocks are too small for it.
-Therefore, if many queries read one sequence's keys and values, these are first gathered into
-contiguous memory.
+TMA loads large tiles without occupying the warps that multiply. It cannot load them from the cache,
+because a cache block is smaller than such a tile. Therefore, if many queries read one sequence's
+keys and values, these are first gathered into contiguous memory.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ LONGEST = 32768  # longest context that is gathered; this limits the memory for 
 
 
 class Bound(NamedTuple):
-    """The size from which gathering a chunk's keys and values is faster. A chunk must reach both
-    minimums."""
+    """The minimum size of a chunk for which gathering its keys and values is faster. A chunk must
+    reach both minimums."""
 
     queries: int
     """Minimum number of queries."""
@@ -35,7 +35,7 @@ BOUNDS = {(9, 0): Bound(448, 2**20)}
 
 
 class LongChunk(NamedTuple):
-    """A prompt chunk of one sequence that is long enough to gather its keys and values."""
+    """A prompt chunk of one sequence that is long enough for gathering to be faster."""
 
     sequence: int
     tokens: slice
@@ -56,8 +56,8 @@ class ShortRun(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The sequences of a forward pass, divided into long chunks and runs of all others. All layers
-    of the pass use the same plan."""
+    """The sequences of a forward pass, divided into those with long chunks and runs of the others.
+    All layers of the pass use the same plan."""
 
     chunks: list[LongChunk]
     runs: list[ShortRun]
@@ -66,7 +66,7 @@ class ChunkPlan:
 
 
 def bound_of(device: torch.device) -> Bound | None:
-    """Return the size from which gathering is faster on a device, or None if it never is."""
+    """Return the minimum size for which gathering is faster on a device, or None if it never is."""
     return BOUNDS.get(gpu_of(device).capability) if device.type == "cuda" else None
 
 

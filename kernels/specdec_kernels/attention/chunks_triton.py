@@ -10,7 +10,7 @@ from specdec_kernels.attention.chunks import HEAD_DIMS, ChunkPlan
 from specdec_kernels.attention.reference import dense_attention, gather_kv, paged_attention
 from specdec_kernels.launch_triton import launch_options
 
-ROWS = 8  # positions that each gathering program copies
+ROWS = 8  # positions that each program of `gather_kv_kernel` copies
 
 
 # Lengths change from pass to pass, so do not specialise on them: each variant would take seconds to
@@ -75,8 +75,12 @@ def gather_kv_triton(
 def takes_chunks(
     plan: ChunkPlan | None, cache: LayerCache, call: AttentionCall, dtype: torch.dtype
 ) -> bool:
-    """Return True if a layer can use the plan: it computes in 16 bits, has a supported head size,
-    and its only mask is causal (a window does not hide any key), without softcap or sinks."""
+    """Return True if there is a plan and a layer can use it.
+
+    The layer must compute in 16 bits, use one of HEAD_DIMS for both keys and values, and have
+    causal attention without softcap or sinks. If it has a window, the window must be at least as
+    long as the longest context of a long chunk, so that it hides no keys.
+    """
     return (
         plan is not None
         and dtype.itemsize == 2

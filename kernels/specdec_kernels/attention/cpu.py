@@ -32,15 +32,15 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherPart:
-    """Sequences whose attention is computed in one call. Each has its queries padded to Q, and the
-    keys that they see padded to C."""
+    """Sequences whose attention is computed in one call. The queries of each sequence are padded to
+    length Q, and the keys that they see to length C."""
 
     first_token: int
     """The index of the part's first packed token."""
     num_sequences: int
     """The number of sequences, n."""
     num_queries: int
-    """Q, the number of queries in the sequence with the most."""
+    """Q, the largest number of queries that a sequence of the part has."""
     slots: Tensor | slice
     """The cache slots of the keys, [n * C] int64. Padding repeats a slot of the same sequence,
     since an unused slot may hold NaN. If all keys lie in consecutive slots, this is a slice, so
@@ -48,11 +48,11 @@ class GatherPart:
     mask: Tensor | None
     """[n, Q, C] bool, True where the query sees the key; None if every query sees every key."""
     causal: bool
-    """True if the part is one sequence without earlier keys or a window, so that its mask is
-    exactly the lower triangle."""
+    """True if the part is a single sequence that has no earlier keys and no window. Its mask is
+    then exactly the lower triangle."""
     padded: Tensor | None
-    """[n * Q] int64: for each query, also padding, the index of its token within the part. None if
-    no sequence is padded."""
+    """[n * Q] int64: for each query, including padding, the index of its token within the part.
+    None if no sequence is padded."""
     unpadded: Tensor | None
     """[tokens of the part] int64: for each token, its index in `padded`. None if `padded` is
     None."""
@@ -68,8 +68,8 @@ class GatherPlan:
     context_lens: list[int]
     block_size: int
     ends: list[int] | None = None
-    """For each sequence, the end of the keys that non-causal queries see; the rest of its context
-    is padding. If None, they see all of `context_lens`."""
+    """For each sequence, the end of the keys that non-causal queries see. The rest of its context
+    is padding. If None, they see the whole context."""
     parts_by_view: dict[View, list[GatherPart]] = field(default_factory=dict)
     masks: dict[tuple[View, int, int, torch.dtype], Tensor | None] = field(default_factory=dict)
 
@@ -82,8 +82,11 @@ class GatherPlan:
         return found
 
     def mask(self, view: View, part: int, group: int, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask of one part, [n, 1, group * Q, C] in `dtype`, for adding to the scores: 0
-        where the query sees the key, otherwise -inf. None if every query sees every key."""
+        """Return the mask of the part with index `part`, in a form that can be added to the scores.
+
+        The mask is [n, 1, group * Q, C] in `dtype`: 0 where the query sees the key, otherwise -inf.
+        It is None if every query sees every key.
+        """
         key = (view, part, group, dtype)
         if key not in self.masks:
             self.masks[key] = self._build_mask(self.parts(view)[part], group, dtype)

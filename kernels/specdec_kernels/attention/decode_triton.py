@@ -4,12 +4,13 @@ A row is a pair of a query token and a query head. A program processes all rows 
 one key head, over one part of the context (Flash-Decoding). When the programs for all parts are
 done, they divide the rows among themselves, and each combines the partial results of its rows.
 
-New keys and values come from the projection, and this kernel stores them in the cache. Older ones
-are already in the cache. They do not depend on the preceding kernel, so a program loads its first
-tile of them while that kernel still runs.
+The keys and values of new tokens come from the projection, and this kernel stores them in the
+cache. Those of older tokens are already in the cache and do not depend on the preceding kernel, so
+a program loads its first tile of them while that kernel still runs.
 
-The maximum number of parts follows from shapes. The number of parts in use follows from the lengths
-on the device: a short context has few parts, because fewer are combined faster.
+The host derives the maximum number of parts from the shapes. The kernel derives the number that it
+uses from the lengths, which it reads on the device. It divides a short context into few parts,
+because combining few parts takes less time.
 """
 
 import torch
@@ -133,7 +134,7 @@ def rope_attention_kernel(
     BLOCK_NEW: tl.constexpr = CUT.block_new
     BLOCK_D: tl.constexpr = CUT.block_d
     BLOCK_HALF: tl.constexpr = CUT.block_d // 2
-    # A part's length is a multiple of UNIT keys.
+    # The number of keys in every part of the context but the last is a multiple of UNIT.
     UNIT: tl.constexpr = FORM.block_size if BLOCK_N % FORM.block_size == 0 else 16
     HEADS: tl.constexpr = FORM.kv_heads * FORM.group
     split = tl.program_id(0)
@@ -153,7 +154,7 @@ def rope_attention_kernel(
     end_of_all = tl.load(query_start_ptr + num_sequences)
     context = tl.load(context_lens_ptr + sequence)
 
-    # Of the keys in the cache, some query sees [low, old). This program processes [first, high).
+    # No query sees a cached key outside [low, old). This program processes [first, high).
     old = tl.maximum(context - query_len, 0)
     early = tl.maximum(query_len - context, 0)  # padding queries before the first token
     low, begin = first_seen(old, FORM, CUT)
@@ -300,7 +301,7 @@ def rope_attention_kernel(
     tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-MAX_ROWS = 128  # maximum rows of a tile; heads of more than 256 bytes allow fewer
+MAX_ROWS = 128  # maximum rows of a tile; fewer if a head has more than 256 bytes
 
 
 def rope_attention_triton(

@@ -2,7 +2,8 @@
 
 A program processes one tile of queries for one key head; a row is a pair of a query token and a
 query head. With TMA, the warps that multiply neither compute addresses nor hold loaded data in
-registers, so tiles can be larger than in `paged_triton`. Programs with the most keys start first.
+registers, so tiles can be larger than in `paged_triton`. Programs with the most keys start first;
+otherwise the GPU would wait for a few of them at the end.
 """
 
 from typing import NamedTuple
@@ -32,7 +33,7 @@ TILES = {64: DenseTiles(64, 64, 4, 2), 128: DenseTiles(128, 64, 8, 3)}
 
 @triton.jit
 def added(
-    softmax,  # so far: maxima [M] times log2(e), sums [M], and weighted values [M, D]
+    softmax,  # state: row maxima times log2(e) [M], sums of weights [M], weighted values [M, D]
     query,  # [M, D]
     key,  # [N, D]
     value,  # [N, D]
@@ -42,8 +43,10 @@ def added(
 ):
     """Add a tile of keys and values to the online softmax, and return its new state.
 
-    unit: the scale of the scores times log2(e). In the first tile, every row must see a key,
-    because a maximum of -inf would make the row NaN.
+    unit: the scale of the scores times log2(e), which turns scores into exponents for exp2.
+
+    In the first tile, every row must see a key. Otherwise its maximum would be -inf, and its result
+    NaN.
     """
     row_max, row_sum, acc = softmax
     if INTERPRETED:
@@ -96,7 +99,7 @@ def dense_attention_kernel(
         tl.zeros([BLOCK_M], tl.float32),
         tl.zeros([BLOCK_M, D], tl.float32),
     )
-    whole = (older + first + 1) // BLOCK_N * BLOCK_N  # every query sees all keys before this one
+    whole = (older + first + 1) // BLOCK_N * BLOCK_N  # every query sees the keys [0, whole)
     for start in range(0, whole, BLOCK_N):
         key = key_desc.load([start, kv_head * D])
         value = value_desc.load([start, kv_head * D])

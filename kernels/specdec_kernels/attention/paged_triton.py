@@ -4,8 +4,8 @@ A row is a pair of a query token and a query head. A program processes one tile 
 head, and reads the context tile by tile through the block table with an online softmax
 (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention-2, 2307.08691). With few queries there are
 too few programs to fill a GPU, so the context is also split, and the partial results are combined
-(Flash-Decoding). The number of splits is chosen from shapes alone, because the lengths stay on the
-device.
+(Flash-Decoding). The number of splits is chosen from shapes alone, because the lengths are known
+only on the device.
 
 A tile has TILE query tokens of one sequence. Since the host does not know the lengths, it launches
 enough tiles for any lengths, and those without queries return at once. There are two ways to number
@@ -56,7 +56,7 @@ def sequence_of(query_start_ptr, tile, num_sequences, TILE: tl.constexpr):
 
 @triton.jit
 def joined(
-    softmax,  # so far: maxima [M] times log2(e), sums [M], and weighted values [M, BLOCK_DV]
+    softmax,  # state: row maxima times log2(e) [M], weight sums [M], weighted values [M, BLOCK_DV]
     query,  # [M, BLOCK_DK]
     cache,  # pointers to one key head's keys and values, and to the sequence's block table
     start,  # position of the first key
@@ -115,7 +115,7 @@ def joined(
         elif slots_ptr is not None:
             is_new = stored & (position >= num_old)
             slot = tl.load(slots_ptr + position - num_old, mask=is_new, other=FORM.block_size)
-            visible = visible & (slot >= FORM.block_size)[None, :]  # block 0: padding
+            visible = visible & (slot >= FORM.block_size)[None, :]  # slots in block 0 are padding
         if FORM.window > 0:
             visible = visible & (position[None, :] > query_position[:, None] - FORM.window)
             if not FORM.causal:
@@ -215,7 +215,8 @@ def paged_attention_kernel(
     if INTERPRETED:
         query = query.to(tl.float32)
 
-    # Some query of the tile sees the keys [low, high). Slots of other keys may be uninitialised.
+    # No query of the tile sees a key outside [low, high). The slots of those keys may be
+    # uninitialised.
     first_position = context - query_len + tile_start
     low = 0
     if FORM.window > 0:
@@ -373,8 +374,8 @@ def paged_attention_triton(
     cut = PagedTiles(block_m, block_n, block_dk, block_dv, splits, packed, num_warps)
     form = form_of(call, num_heads, cache)
     device = query.device
-    # `out` needs no zeros: tokens past the last sequence get theirs from the attention kernel, or
-    # with splits from the combine step.
+    # `out` need not be zeroed first: for tokens past the last sequence, the attention kernel writes
+    # zeros, or with splits the combine step.
     out = torch.empty((num_tokens, num_heads, dv), dtype=query.dtype, device=device)
     if splits > 1:
         partial = torch.empty((num_tokens, num_heads, splits, dv), device=device)

@@ -10,10 +10,10 @@ there. Arguments that several functions share:
 - query_start: [B + 1] int32, where each sequence begins among the packed tokens.
 - context_lens: [B] int32, each sequence's number of tokens in the cache, including those of this
   pass.
-- max_query_len: The number of queries in the longest sequence, or more.
+- max_query_len: The number of queries in the longest sequence, or an upper bound on it.
 - cos, sin: [T, D]. The rotary embedding (Su et al., arXiv 2104.09864) has the layout of
-  transformers' Llama: it rotates pairs of a feature in the first half of a head and the same
-  feature in the second half.
+  transformers' Llama: for i < D / 2, it rotates feature i of a head together with feature
+  i + D / 2.
 - query_norm, key_norm: [D], the weights of RMS norms that are applied to every head before the
   rotation, as in Qwen 3. None for no norm.
 - eps: The epsilon of the RMS norms.
@@ -30,19 +30,21 @@ from specdec_kernels.attention.cpu import gather_attention, gather_plan
 from specdec_kernels.dispatch import kernel
 from specdec_kernels.linear.reference import rms_norm_reference
 
-MANY = 64  # fewer slots are always written by index
+MANY = 64  # minimum number of slots that are written as one slice if they are consecutive
 
 
 @kernel("specdec_kernels.attention.cache_triton:slot_mapping_triton")
 def slot_mapping(
     block_tables: Tensor, out_start: Tensor, positions: Tensor, block_size: int
 ) -> Tensor:
-    """Return the KV cache slot of every token: `block_tables[b, pos // block_size]`, at `pos %
-    block_size`.
+    """Return the KV cache slot of every token, [T] int64.
 
-    Positions past the block table's end, and tokens at or past `out_start[B]`, go to the trash
-    block. out_start: [B + 1] int32, where each row begins in `positions`, int64 [T]. Returns int64
-    [T].
+    A token of sequence b at position p goes to block `block_tables[b, p // block_size]`, where it
+    has the offset p % block_size. Tokens at positions past the block table's end, and tokens at or
+    past `out_start[B]`, go to the trash block.
+
+    out_start: [B + 1] int32, where the tokens of each sequence begin.
+    positions: [T] int64, each token's position in its sequence.
     """
     num_rows, num_columns = block_tables.shape
     place = torch.arange(positions.shape[0], device=positions.device)
@@ -71,9 +73,11 @@ def write_kv(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> No
 
 
 def _first_of_run(slots: Tensor) -> int | None:
-    """Return the first slot if all slots are consecutive, otherwise None. On a CPU, copying to one
-    slice is five times as fast as copying by index. Also return None on a GPU, or for fewer than
-    MANY slots."""
+    """Return the first slot if all slots are consecutive, otherwise None.
+
+    On a CPU, copying to one slice is five times as fast as copying by index. On a GPU, or for fewer
+    than MANY slots, the result is always None.
+    """
     if slots.is_cuda or len(slots) < MANY:
         return None
     numbers = slots.numpy()
@@ -164,7 +168,9 @@ def write_kv_turned(
     key_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> None:
-    """Apply norm and rotation to keys of tokens without queries; store keys and values in place.
+    """Write the keys and values of tokens without queries to the cache, in place.
+
+    Before that, keys are normed, unless `key_norm` is None, and rotated.
 
     kv: [T, 2 Hkv D], rows contiguous: for every token its key heads, then its value heads.
     """
@@ -241,7 +247,7 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, out
 
     query: [L, H, D], heads and features contiguous.
     key, value: [C, Hkv, D], contiguous.
-    scale: the factor of the scores, positive.
+    scale: the positive factor by which the scores are multiplied.
     out: [L, H, D], heads and features contiguous.
 
     On CUDA this needs 16-bit values, a D that is a power of 2, and a Hopper GPU or later.

@@ -58,7 +58,7 @@ def load_turn(cos_ptr, sin_ptr, token, half, mask, rope_stride):
 
 @triton.jit
 def load_queries(qkv_ptr, token, head, half, mask, qkv_stride, D: tl.constexpr):
-    """Load one query head of each token from the projection, as halves [R, D / 2]."""
+    """Load the query of each (token, head) pair from the projection, as halves [R, D / 2]."""
     at = qkv_ptr + (token * qkv_stride + head * D)[:, None] + half[None, :]
     first = tl.load(at, mask=mask, other=0.0)
     second = tl.load(at + D // 2, mask=mask, other=0.0)

@@ -1,10 +1,13 @@
 """Tiles of keys and values, and an online softmax over them.
 
-Online softmax: Milakov and Gimelshein, arXiv 1805.02867. Weights are computed by exp2, so maxima
-are those of the scaled scores times log2(e). A tile is a tuple of keys, as two halves [D / 2, N],
-values [N, D], and a mask [M, N] that is True where a query sees a key. Keys and values have the
-cache's dtype: that of the queries, or fp8. `scaling` is a tuple of the positive factor of the
-scores and the softcap.
+Online softmax: Milakov and Gimelshein, arXiv 1805.02867. Weights are computed with exp2
+instead of exp. Therefore, the maxima are those of the scaled scores, multiplied by log2(e).
+
+A tile is a tuple of keys, as two halves [D / 2, N], values [N, D], and a mask [M, N] that is True
+where a query sees a key. Keys and values have the cache's dtype: that of the queries, or fp8.
+
+`scaling` is the tuple (scale, softcap). The scale is the positive factor by which the scores are
+multiplied.
 """
 
 import triton
@@ -26,8 +29,11 @@ def attend(
 ):
     """Add one tile of keys and values to the online softmax.
 
-    Returns the new maxima; the factor [M] by which the caller must multiply its earlier sums; the
-    tile's weights [M, N], which the caller must add to the sums; and the new `acc`.
+    Returns four values:
+    - The new maxima [M].
+    - The factors [M] by which the caller must multiply its earlier sums of weights.
+    - The tile's weights [M, N], which the caller must add to these sums.
+    - The new `acc`.
     """
     key, value, visible = tile
     value = value.to(query[0].dtype)
@@ -39,9 +45,13 @@ def attend(
 
 @triton.jit
 def weighed(row_max, scores, unit):
-    """Compute one step of an online softmax over scores [M, N]. Returns the new maxima [M], the
-    factor [M] by which earlier sums must be multiplied, and the weights [M, N]. unit: see
-    `scored`."""
+    """Compute one step of an online softmax over scores [M, N].
+
+    unit: as returned by `scored`.
+
+    Returns the new maxima [M], the factors [M] by which earlier sums must be multiplied, and the
+    weights [M, N] of this step.
+    """
     new_max = tl.maximum(row_max, tl.max(scores, axis=1) * unit)
     base = finite(new_max)
     weights = tl.exp2(scores * unit - base[:, None])
@@ -135,10 +145,12 @@ def weighted_mean(row_max, row_sum, acc, sinks_ptr, head, live):
 
 @triton.jit
 def first_seen(old, FORM: tl.constexpr, CUT: tl.constexpr):
-    """Among `old` older keys, find the first that some query sees. Return its position, and the
-    start of the first tile.
+    """Return the position of the first older key that any query sees, and where to start loading.
 
-    The start is rounded down to a block boundary if a tile consists of whole blocks.
+    old: the number of older keys.
+
+    The first tile starts at that key or, if tiles consist of whole blocks, at the beginning of its
+    block.
     """
     low = 0
     if FORM.window > 0:
@@ -153,13 +165,14 @@ def first_seen(old, FORM: tl.constexpr, CUT: tl.constexpr):
 def cached_tile(
     cache,  # pointers to one key head's keys and values, and to the sequence's block table
     start,
-    seen,  # (low, high, query positions [M]); some query sees the keys [low, high)
+    seen,  # (low, high, query positions [M]); no query sees a key outside [low, high)
     FORM: tl.constexpr,
     CUT: tl.constexpr,
 ):
     """Load the tile of cached keys and values that begins at position `start`.
 
-    Without a window the mask is [1, N], since all queries see all older keys.
+    Without a window, the tile's mask is [1, N] instead of [M, N], since all queries see the same
+    older keys.
     """
     ROW: tl.constexpr = FORM.kv_heads * FORM.dim
     key_ptr, value_ptr, table = cache
@@ -173,7 +186,7 @@ def cached_tile(
         stored = stored & (position >= low)
     if (
         CUT.block_n % FORM.block_size == 0
-    ):  # `start` is a block boundary, so offsets in blocks are constants
+    ):  # `start` is a block boundary, so offsets within blocks are constants
         column = start // FORM.block_size + step // FORM.block_size
         inside = step % FORM.block_size
     else:
@@ -231,8 +244,8 @@ def join_tiles(
 ):
     """Add all cached keys and values from position `begin` on to the online softmax.
 
-    The loop adds up whole tiles of weights. The caller sums the result over its N columns, because
-    this needs shuffles and barriers, which would be slow in the loop.
+    The loop adds up the weights of all tiles elementwise. The caller then sums the result over its
+    N columns: a sum over columns needs shuffles and barriers, which would slow down the loop.
     """
     row_max, sums, acc = state
     for start in range(begin, seen[1], CUT.block_n):

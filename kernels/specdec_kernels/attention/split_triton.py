@@ -18,11 +18,11 @@ def part_of(keys, part, alone, min_keys, UNIT: tl.constexpr, CUT: tl.constexpr):
     """Divide `keys` older keys into at most CUT.splits parts. Return the number of parts, and the
     begin and end of part `part`, counted from the first of these keys.
 
-    The parts have equal shares of at least `min_keys` keys, except that the last may be shorter,
-    and part 0 may be. Part 0 also processes the new keys, which arrive later and need more work, so
-    its share is smaller by `min_keys`. But it is full-sized if the shares of the other parts would
-    otherwise grow by another tile of CUT.block_n keys. If there are at most `alone` keys, part 0
-    takes all of them.
+    All parts but the first and the last have the same number of keys, at least `min_keys`. The last
+    part may have fewer. Part 0 also processes the new keys, which arrive later and need more work,
+    so it normally gets `min_keys` older keys fewer than the others. The others then get more. If
+    they would need another tile of CUT.block_n keys for this, part 0 gets as many as they do. If
+    there are at most `alone` keys, part 0 gets all of them.
     """
     least = tl.cdiv(min_keys, UNIT) * UNIT
     share = tl.cdiv(tl.maximum(tl.cdiv(keys, CUT.splits), least), UNIT) * UNIT
@@ -75,7 +75,7 @@ def few_parts(
     BLOCK_D].
 
     Every thread iterates over all parts. The loads are independent, so all are in flight together,
-    and threads exchange nothing.
+    and threads need not exchange data.
     """
     PARTS: tl.constexpr = CUT.few_parts
     dim = tl.arange(0, CUT.block_d)
@@ -135,7 +135,7 @@ def many_parts(partial_ptr, stats_ptr, parts, row, CUT: tl.constexpr):
 
 @triton.jit
 def combine_rows(
-    memory,  # partial_ptr, stats_ptr, sinks_ptr (or None), and out_ptr of this key head's first row
+    memory,  # (partial_ptr, stats_ptr, sinks_ptr or None, out_ptr at the key head's first row)
     span,  # (first row, end of rows, step, number of parts, first query head of the key head)
     FORM: tl.constexpr,
     CUT: tl.constexpr,
@@ -144,9 +144,9 @@ def combine_rows(
     """Combine the parts of some rows, and store the results.
 
     Each iteration processes a group of consecutive rows. Groups begin at `first`, `first + step`
-    and so on, since other programs process the rows between.
+    and so on. Other programs process the rows between these groups.
 
-    FEW: whether there are at most CUT.few_parts parts.
+    FEW: True if there are at most CUT.few_parts parts.
     """
     HEADS: tl.constexpr = FORM.kv_heads * FORM.group
     partial_ptr, stats_ptr, sinks_ptr, out_ptr = memory

@@ -18,7 +18,7 @@ MAX_PAGED_SPLITS = 32
 FEW_SPLITS = 9
 MIN_KEYS = 128  # minimum keys in a part; the new keys cost about as much as this many older keys
 COMBINED = 64  # partial values that a thread holds at a time when it combines parts
-ALONE = 128  # up to this many older keys all belong to part 0, so that nothing is combined
+ALONE = 128  # a context of at most this many older keys is not split, so nothing is combined
 SCRATCH = 8192  # bytes of shared memory for exchanges between warps
 SHORT_CONTEXT = 2048  # up to this length, fewer programs with more registers each are faster
 
@@ -26,10 +26,10 @@ SHORT_CONTEXT = 2048  # up to this length, fewer programs with more registers ea
 class Cut(NamedTuple):
     """Launch configuration of `decode_triton.rope_attention_kernel`."""
 
-    splits: int  # maximum parts of the context
-    few_parts: int  # up to this many parts, the function `few_parts` combines them
-    few_rows: int  # rows that a program combines at a time with up to `few_parts` parts
-    many_rows: int  # rows that a program combines at a time with more parts
+    splits: int  # maximum number of parts into which a context is split
+    few_parts: int  # the function `few_parts` combines up to this many parts, `many_parts` more
+    few_rows: int  # rows that a program combines at a time if there are up to `few_parts` parts
+    many_rows: int  # rows that a program combines at a time if there are more parts
     block_m: int  # rows of a tile: query tokens times query heads per key head
     block_new: int  # size of the tile of new keys
     block_n: int  # size of a tile of older keys
@@ -39,10 +39,10 @@ class Cut(NamedTuple):
     maxnreg: int | None  # maximum registers per thread, or None for no limit
 
 
-# Pipeline stages of programs if contexts are not split. A case applies up to these three limits:
-# bytes of a padded head, rows of a tile, and programs per multiprocessor. A program that is alone
-# on a multiprocessor, or has small heads, must load further ahead. The first case has 7 stages,
-# because with fewer a third program would fit on a multiprocessor, which is meant for two.
+# The number of pipeline stages if contexts are not split. Each case has three upper limits: bytes
+# of a padded head, rows of a tile, and programs per multiprocessor. A program that is alone on a
+# multiprocessor, or has small heads, must load further ahead. In the first case, a multiprocessor
+# is meant to run two programs at a time. With fewer than 7 stages, a third one would fit.
 H200 = (
     Case(7, (128, 16, math.inf)),
     Case(5, (128, 32, math.inf)),
@@ -61,9 +61,14 @@ def depth_of(device: tuple[int, int], head_bytes: int, block_m: int, crowding: f
 def num_splits(programs: int, max_context: int, at_once: int) -> int:
     """Return the maximum number of parts of a context.
 
-    Programs for the parts of a context wait for each other, so all of them must run together. Hence
-    `programs` times the number of parts may be at most `at_once`. If fewer than 3 parts fit, return
-    1: one of two parts has the new keys, and splitting would save less than combining costs.
+    The programs for the parts of a context wait for each other, so all must run at the same time.
+    Hence `programs` times the number of parts may be at most `at_once`.
+
+    programs: the number of programs if contexts are not split.
+    at_once: the number of programs that the GPU can run at the same time.
+
+    Returns 1 if fewer than 3 parts per context fit. With 2 parts, one would be busy with the new
+    keys, so splitting would save less time than combining costs.
     """
     fitting = at_once // programs
     if fitting < 3:
@@ -83,7 +88,7 @@ def choose_cut(
     block_n: int | None = None,
     gpu: Gpu = H100,
 ) -> Cut:
-    """Choose the launch configuration if block tables have space for `max_context` tokens."""
+    """Choose the launch configuration for block tables with space for `max_context` tokens."""
     device, multiprocessors, room = gpu
     block_m = max(16, power_of_2_from(max_query_len * group))
     block_d = max(32, power_of_2_from(head_dim))
@@ -125,8 +130,9 @@ def choose_cut(
 def stages_within(room: int, block_m: int, block_n: int, block_d: int, itemsize: int) -> int:
     """Return the number of pipeline stages that fit into `room` bytes of shared memory.
 
-    The memory also holds queries, weights, SCRATCH and, in fp32, one more tile. Each stage but one
-    needs a tile of keys or values, so with fewer than 3 stages there is no space for both.
+    The memory also holds queries, weights, SCRATCH and, in fp32, one more tile. A pipeline of
+    n stages needs space for n - 1 tiles, each of keys or of values. With fewer than 3 stages there
+    is thus no space for a tile of each.
     """
     tile = block_n * block_d * itemsize
     others = block_m * (block_d + block_n) * itemsize + (tile if itemsize == 4 else 0) + SCRATCH
@@ -134,9 +140,11 @@ def stages_within(room: int, block_m: int, block_n: int, block_d: int, itemsize:
 
 
 def rows_combined(parts: int, block_m: int, block_d: int, num_warps: int) -> int:
-    """Return the number of rows that a program combines at a time, so that their `parts` partial
-    results fit into its registers. At most a quarter of a tile's rows, because several programs
-    divide these among themselves."""
+    """Return the number of rows that a program combines at a time.
+
+    The `parts` partial results of these rows must fit into the program's registers. The number is
+    at most a quarter of a tile's rows, because several programs share the rows of a tile.
+    """
     fitting = COMBINED * 32 * num_warps // (parts * block_d)
     return min(block_m // 4, power_of_2_to(fitting))
 
@@ -148,7 +156,7 @@ class PagedTiles(NamedTuple):
     block_n: int  # keys per step
     block_dk: int  # features of a key, padded
     block_dv: int  # features of a value, padded
-    splits: int  # parts of the context
+    splits: int  # number of parts into which a context is split
     packed: bool  # whether tiles of queries are numbered by packed token
     num_warps: int
     num_stages: int = 3
@@ -175,7 +183,12 @@ def paged_tiles(
 
 
 def paged_splits(programs: int, max_context: int, block_n: int) -> int:
-    """Return the number of parts of a context. It is a power of two, so that few variants are
-    compiled, and is chosen for at most two programs per multiprocessor, which is enough."""
+    """Return the number of parts of a context, a power of two, so that few variants are compiled.
+
+    Contexts are split further only while there are at most two programs per multiprocessor. More
+    are not needed.
+
+    programs: the number of programs if contexts are not split.
+    """
     wanted = min(2 * MULTIPROCESSORS // programs, -(-max_context // block_n), MAX_PAGED_SPLITS)
     return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1

@@ -49,18 +49,19 @@ class Peers:
 
     rank: the index of this rank.
     size: the number of ranks.
-    parts: [buffers, MAX_ROWS, N], this rank's buffers, which the other ranks read. The index of a
-        buffer is called its place.
+    parts: [buffers, MAX_ROWS, N], this rank's buffers, which the other ranks read. Functions take
+        the index of a buffer as the argument `place`.
     addresses: int64 [size], the address of each rank's `parts`.
     flags: int64 [size], the address of each rank's counters, int32 [F, size], for F
         tiles. Another rank adds one to its own counter there to announce that its data is written.
-    epochs: int32 [F, size], how many announcements this rank has already waited for. Sums wait for
-        all ranks at once, so they use only the first F values.
+    epochs: int32 [F, size], for each of this rank's counters, how many announcements this rank has
+        already waited for. Sums wait for all ranks at once, so they need only one value per tile
+        and use the first F values of the flattened tensor.
     pushed: int64 [size], the address of each rank's receive buffers, int64 [2, size,
         PUSHED_NUMBERS / 2], to which the other ranks write partial sums of few rows. None if ranks
-        always read.
-    pushes: int32 [F], how many sums of each tile have used `pushed`. Every word carries the number
-        of its sum.
+        always read each other's `parts` instead.
+    pushes: int32 [F], for each tile, how many sums have used `pushed`. Every word in `pushed`
+        carries the number of the sum to which it belongs.
     """
 
     rank: int
@@ -73,8 +74,10 @@ class Peers:
     pushes: Tensor
 
     def take(self, place: int, num_rows: int, width: int) -> Tensor | None:
-        """Return the part of buffer number `place` to which this rank writes its data
-        [num_rows, width]. Return None if there are too many rows or `width` is not the buffer's."""
+        """Return the rows of buffer `place` to which this rank writes its data, [num_rows, width].
+
+        Return None if the buffer has fewer rows or a different width.
+        """
         _, rows, most = self.parts.shape
         if num_rows > rows or width != most:
             return None

@@ -18,12 +18,13 @@ that all ranks have read the other buffer.
 
 For many rows, each rank sums only its share of the rows, adds the residual and writes the result
 over its own partial sums of these rows, which no other rank reads. It signals that this is done,
-waits for the others, and then reads their shares. With R ranks this moves 2 / R of the bytes.
+waits for the others, and then reads their shares. With R ranks, each then reads 2 / R of the bytes
+that it would read to sum all rows itself.
 
 The gather puts the ranks' columns of the logits side by side. A program copies some tiles of the
-columns of one source rank. It signals the source rank that this rank's own columns are written, and
-waits for the signal of the same program there. Columns must not be overwritten before the group has
-synchronised again, which the sums of the next forward pass do.
+columns of one source rank. It signals to the source rank that this rank's own columns are written,
+and waits for the corresponding signal from the source rank. Columns must not be overwritten before
+the ranks have synchronised again. The sums of the next forward pass do this.
 """
 
 import torch
@@ -245,8 +246,8 @@ def reduce_parts_triton(
     pushed = peers.pushed if num_rows * width <= PUSHED_NUMBERS else None
     is_shared_out = norm is None and peers.size > 2 and num_rows * width >= SHARED_OUT_NUMBERS
     summed_rows = triton.cdiv(num_rows, peers.size) if is_shared_out else num_rows
-    # There are flags for tiles of SUM_ROWS rows. Only one or two rows use a smaller tile, and then
-    # a single tile holds all rows.
+    # The grid and the flags assume tiles of SUM_ROWS rows. BLOCK_M is smaller only for one or two
+    # rows, which form a single tile in any case.
     reduce_add_norm_kernel[(blocks, triton.cdiv(summed_rows, SUM_ROWS))](
         *(peers.addresses, peers.flags, peers.epochs if pushed is None else peers.pushes, pushed),
         *(residual, norm_weight, hidden, scaled, squares),
