@@ -49,7 +49,8 @@ def shared_memory(
     this. width: the width of the residual stream.
 
     Returns None if there is only one rank or no GPU, if the GPUs cannot read each other's memory,
-    or if the ranks have connected different numbers of times before (see `compare_meetings`).
+    or if some ranks have set up shared memory more often than others, whose buffers would not match
+    (see `compare_meetings`).
     """
     if parallel.size == 1 or parallel.device.type != "cuda":
         return None

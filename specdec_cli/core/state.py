@@ -18,7 +18,7 @@ def slot_counts(batch_size: int) -> list[int]:
     """Return the batch sizes for which rounds are captured, each a quarter of the next.
 
     Small sizes are included because few sequences are left at the end of a run, and a round over a
-    small batch is faster. There are no more sizes than these because each takes time to compile.
+    small batch is faster. Sizes in between are left out because each one takes time to compile.
     """
     counts = [batch_size]
     while counts[0] > 1:

@@ -153,8 +153,8 @@ class Engine:
         return RunResult(run.seqs, summarise(run.seqs, k, self.batch_size))
 
     def compile_ahead(self, lengths: Iterable[int], k: int, params: SamplingParams) -> None:
-        """Create the rounds for `k` and `params`, and compile the kernels for prompts of these
-        lengths, so that a run need not wait for either."""
+        """Capture or compile the rounds for `k` and `params`, and compile the kernels for prompts
+        of these lengths, so that a run need not wait for either."""
         self.start([], k, params)
 
         def fill_each() -> None:

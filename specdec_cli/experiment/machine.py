@@ -69,7 +69,7 @@ class MachineWatch:
     _gpu: Any = None
 
     def begin(self) -> None:
-        """Take the first reading of a period of measurement."""
+        """Start a period of measurement, and take its first reading."""
         if self.device.type == "cuda" and self._gpu is None:
             self._gpu = _nvml_device(self.device)
         self._stretches.append([self._read()])

@@ -296,11 +296,11 @@ def _more_room(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
 
 
 def _draft_cost(profile: Profile) -> dict[str, Any] | None:
-    """Compute how much cache capacity the draft costs at each possible degree of its tensor
-    parallelism, compared with the target alone. Return None without a draft.
+    """Compute how much cache capacity the draft costs, compared with the target alone, at each of
+    its possible tensor-parallel degrees. Return None without a draft.
 
-    An estimated profile is estimated anew for each degree. In a measured one, only the bytes of the
-    draft's weights and blocks are replaced, which follow from its config.
+    An estimated profile is estimated again for each degree. In a measured one, only the bytes of
+    the draft's weights and blocks are replaced, because they can be computed from its config.
     """
     planned = profile.plan
     if planned.draft is None:

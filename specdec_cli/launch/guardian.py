@@ -79,7 +79,7 @@ def _stop(child: "subprocess.Popen[bytes]", seconds: float) -> None:
 
 
 def _kill_all(mark: str) -> None:
-    """Kill all processes that are left, again and again until none is left or 10 s have passed."""
+    """Keep killing the remaining processes, until there are none or 10 s have passed."""
     deadline = time.monotonic() + _KILLS_S
     while (left := _left(mark)) and time.monotonic() < deadline:
         for pid in left:

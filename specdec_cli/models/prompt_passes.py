@@ -261,7 +261,7 @@ class PromptPasses:
         return next_tokens(logits, params, inputs.seed, inputs.index[:count], lengths)
 
     def _keep(self, name: str, result: Tensor | None) -> Tensor | None:
-        """Copy `result` to memory that graphs use for nothing else, and return the copy."""
+        """Copy `result` to a buffer that no graph overwrites, and return the copy."""
         if result is None:
             return None
         rows, *features = result.shape

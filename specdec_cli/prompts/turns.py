@@ -40,14 +40,14 @@ def shared_conversation(value: object, turn: int) -> list[Message]:
     `NoSuchTurn` if the user has fewer messages.
     """
     if not isinstance(value, list):
-        raise BadRow("conversations should be a list of messages with from and value")
+        raise BadRow("conversations should be a list of messages with the keys `from` and `value`")
     found: list[Message] = []
     turns = 0
     for place, item in enumerate(value):
         where = f"conversations[{place}]"
         named = item.get("from", item.get("role")) if isinstance(item, Mapping) else None
         if not isinstance(named, str):
-            raise BadRow(f"{where} should be an object with from and value, not {shown(item)}")
+            raise BadRow(f"{where} should have the keys `from` and `value`, is {shown(item)}")
         role = _SPEAKERS.get(named.lower())
         if role is None:
             raise BadRow(f"{where}.from should be human, gpt or system, not {shown(named)}")

@@ -91,7 +91,7 @@ def read_folder(path: Path) -> ReportedRun:
     if "generate" in schema or "profile" in schema:
         raise UsageError(
             f"{path} holds the results of {schema.removeprefix('specdec.').partition('/')[0]}",
-            "a report is about a run of sweep-k or compare-tp",
+            "reports are made from runs of sweep-k and compare-tp",
         )
     settings = _document(path / "settings.json", [])
     if not document and not (path / "points.jsonl").exists():

@@ -137,8 +137,8 @@ def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
         notes.append("The run is incomplete: this is the fastest point measured so far.")
     if len({p.draft for p in speculating}) > 1:
         notes.append(
-            "Another draft is best at other batch sizes; vLLM runs only one. This is the draft "
-            "for the smallest batch."
+            "Other drafts are best at other batch sizes, but vLLM runs only one. This is the best "
+            "draft at the smallest batch size."
         )
     sglang = _sglang(run, target, largest)
     return deployed(config, largest, notes, rehearsal=rehearsal, sglang=sglang)

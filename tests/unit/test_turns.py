@@ -83,7 +83,7 @@ def test_shared_conversations(tmp_path: Path) -> None:
     ("row", "told"),
     [
         ({"conversations": "x"}, "conversations should be a list of messages"),
-        ({"conversations": ["x"]}, r"conversations\[0\] should be an object with from"),
+        ({"conversations": ["x"]}, r"conversations\[0\] should have the keys `from`"),
         (shared(("robot", "x")), "should be human, gpt or system"),
         (shared(("human", " ")), "content is empty"),
         ({"conversations": [{"from": "human", "value": 5}]}, "content should be text"),

@@ -83,8 +83,8 @@ def plan_comparison(
     """
     if recipe.draft is None or weights_from(recipe.speculation.method) != "draft":
         raise UsageError(
-            "compare-tp needs a draft model: its degrees are compared",
-            "pass --draft and --set speculation.method=draft_model, or give the recipe both",
+            "compare-tp needs a draft model, because it compares its tensor-parallel degrees",
+            "pass --draft and --set speculation.method=draft_model, or set both in the recipe",
         )
     k = recipe.speculation.num_speculative_tokens
     if k == 0:

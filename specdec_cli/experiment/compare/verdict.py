@@ -153,9 +153,9 @@ def _seconds(records: ComparisonRecords, points: Iterable[Point]) -> float:
 
 
 def _differing(records: ComparisonRecords, best: Point, rival: Point) -> dict[str, float]:
-    """Return how many milliseconds per round the best pair saves in each stage. Leave out stages
-    whose difference may be chance: those whose 95 % interval over prompts contains 0. `host` is the
-    part of a round outside all stages."""
+    """Return how many milliseconds per round `best` saves over `rival` in each stage. Leave out
+    stages whose difference may be due to chance: those whose 95 % interval over prompts contains 0.
+    `host` is the part of a round outside all stages."""
     ours, theirs = (
         without_errors(records.of(Pair.of(p), p.batch_size, p.k)) for p in (best, rival)
     )

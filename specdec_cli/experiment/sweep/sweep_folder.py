@@ -159,7 +159,7 @@ def samples_of(folder: Path, plan: SweepPlan) -> list[Sample]:
                 raise UsageError(f"{name} {told}")
             if len(sample.seconds) != plan.settings.repeats:
                 raise UsageError(
-                    f"{name} has {len(sample.seconds)} repeats, and run.repeats is "
+                    f"{name} has {len(sample.seconds)} repeats, but run.repeats is "
                     f"{plan.settings.repeats}"
                 )
             key = plan.settings.key(job.plan.proposer, size, 0)

@@ -173,7 +173,7 @@ class HeadSettings:
         return value
 
     def flag(self, key: str) -> bool:
-        """Return a value of `raw` that is true or false. A missing key counts as false."""
+        """Return the boolean `raw[key]`; a missing key counts as false."""
         value = self.raw.get(key)
         if value is not None and type(value) is not bool:
             raise self.bad(key, value, "it must be true or false")

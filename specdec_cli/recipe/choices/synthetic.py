@@ -89,4 +89,6 @@ def marginal_rates(keys: SyntheticKeys, own_k: int, k: int) -> tuple[float, ...]
     return rates
 
 
-SYNTHETIC = RuleChoice("lossy, accepts at rates that you give", is_given=True, check=_check)
+SYNTHETIC = RuleChoice(
+    "lossy; accepts proposals at the rates that you give", is_given=True, check=_check
+)

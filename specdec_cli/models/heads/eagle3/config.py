@@ -301,7 +301,7 @@ def _aux_ids(
     if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
         raise settings.bad(key, ids, "it must be a list of layers")
     if sorted(set(ids)) != ids:
-        raise settings.bad(key, ids, "layers are read in ascending order")
+        raise settings.bad(key, ids, "the layers must be in ascending order, without duplicates")
     return key, tuple(ids), counting
 
 

@@ -53,7 +53,7 @@ class Form(NamedTuple):
         return None
 
     def stored(self, own: str, /) -> str:
-        """Return the file's name of a tensor, given our name."""
+        """Return the name that a tensor has in the checkpoint. own: its name in our module."""
         for stored, prefix in self.outer.items():
             if f"{own}.".startswith(f"{prefix}."):
                 return stored.format(self.number) + own.removeprefix(prefix)
