@@ -77,7 +77,7 @@ def test_a_server_for_each_k(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 
 
 def test_flags_of_ours_alone_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    """What the user asked for is not: the point says why it failed."""
+    """A flag of the user's own is kept, and the point says why it failed."""
     found = specdec(capsys, *words("vllm", "0,2"), "--serve-args", "--theirs 3", "--json")
     document = json.loads(found.out)
     assert found.code == 1

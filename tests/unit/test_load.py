@@ -489,7 +489,7 @@ def reported(levels: tuple[int, ...], overloaded: tuple[int, ...] = ()) -> tuple
 
 
 def told(levels: tuple[int, ...], overloaded: tuple[int, ...] = ()) -> list[str]:
-    """What a report says about one rate, about two, and about two and one without a result."""
+    """A report speaks of one rate, of two, and of two with one that has no result."""
     run, found = reported(levels, overloaded)
     lists = [found] * 2, [found, found, NO_RATE]
     return [answer(run, found), *(headline(run, one) for one in lists)]

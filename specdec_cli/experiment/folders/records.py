@@ -85,6 +85,10 @@ class Key:
         others = {n: getattr(self, n) for n in ("target_tp", "draft_tp", "request_rate")}
         return point | given(**others)
 
+    def labels(self) -> dict[str, Any]:
+        """Return the same fields for a document, which names no draft at k = 0."""
+        return self.as_dict() | ({} if self.k else {"draft": None})
+
 
 class OfPoint(Record):
     """A record that belongs to a point."""

@@ -163,7 +163,7 @@ def _outliers(samples: Mapping[Key, Samples]) -> list[Notice]:
         f"at {_name(worst.key)} took {seconds} s; {count} of {outliers.repeats} repeats do not "
         "count; repeat more often (--repeats), or while nothing else runs"
     )
-    evidence = worst.key.as_dict() | {
+    evidence = worst.key.labels() | {
         "index": worst.sample.index,
         "seconds": worst.sample.decode_seconds,
         "lost_seconds": worst.lost,

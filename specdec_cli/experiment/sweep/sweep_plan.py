@@ -238,8 +238,7 @@ def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]
     written = plan.num_samples * plan.recipe.sampling.max_new_tokens
     points = [
         {
-            **key.as_dict(),
-            "draft": key.draft if key.k else None,
+            **key.labels(),
             "batch_size": b or None,
             "measured": key.k in s.measured_ks,
         }
