@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from scripts.speculators.kinds.base import Link
 from scripts.speculators.layer import Shape
 
+SMALL_HEADS = ("markov_head", "confidence_head")  # as their tensors' names begin
+
 
 @dataclass(frozen=True)
 class Heads:

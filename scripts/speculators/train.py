@@ -48,7 +48,7 @@ _OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "vocabulary": ("ids of a head that stores its own rows", {"type": int}),
     "blank": ("begin at random", {"action": "store_true"}),
     "start": (
-        "begin with a stored speculator of the same kind and sizes",
+        "begin with a stored drafter of the same sizes; dflash takes a DSpark drafter too",
         {"metavar": "SPECULATOR"},
     ),
 }

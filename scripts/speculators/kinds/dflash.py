@@ -19,7 +19,7 @@ from scripts.speculators.blocks import Blocks, attend, drawn
 from scripts.speculators.features import folded, scales_of, side_by_side, usual, write
 from scripts.speculators.kinds.base import Link, Options
 from scripts.speculators.layer import Layer, Norm, Shape, settings_of, turned
-from scripts.speculators.markov import Heads
+from scripts.speculators.markov import SMALL_HEADS, Heads
 from scripts.speculators.store import plain_tensors
 from scripts.speculators.target import Reading, Target
 from specdec_cli.models.resolve import model_place
@@ -102,8 +102,8 @@ class DFlash:
             self.begin(self.start)
 
     def begin(self, name: str) -> None:
-        """Take the weights and the mask of a stored drafter. Raises `ValueError` if its form, sizes
-        or layers are others."""
+        """Take the weights and the mask of a stored drafter. A drafter without small heads leaves
+        those of DSpark. Raises `ValueError` if its form, sizes or layers are others."""
         tensors, config = plain_tensors(model_place(name, None))
         own = config.get("dflash_config", {})
         layers = [i - 1 for i in self.feature_layers]
@@ -111,6 +111,8 @@ class DFlash:
             raise ValueError(f"--start: {name} is no drafter of this form over the layers {layers}")
         scales = [1 / scale for scale in self.scales]
         tensors["fc.weight"] = folded(tensors["fc.weight"].float(), scales)
+        if self.heads is None:
+            tensors = {name: t for name, t in tensors.items() if not name.startswith(SMALL_HEADS)}
         try:
             self.module.load_state_dict(tensors)
         except RuntimeError as error:
