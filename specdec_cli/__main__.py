@@ -1,6 +1,6 @@
-"""Start the `specdec` command line; `python -m specdec_cli` does the same. Its imports are slow, so
-a signal can arrive before they are done. This module then ends the process with the exit code that
-the command line uses for that signal."""
+"""Starts the `specdec` command line; `python -m specdec_cli` runs this module, too. The imports are
+slow, so a signal can arrive before they are done. This module then ends the process with the exit
+code that the command line uses for that signal."""
 
 import json
 import os

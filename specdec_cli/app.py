@@ -272,7 +272,8 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
             "is the installation complete, and is there memory left (ulimit -v)?",
         )
     elif isinstance(error, OSError) and (error.filename or error.errno in _MACHINE_ERRNOS):
-        said = f"cannot write the result: {error.strerror}"  # no file name: it was stdout
+        # An error without a file name comes from writing to stdout.
+        said = f"cannot write the result: {error.strerror}"
         if error.filename:
             said = f"{error.strerror}: {error.filename}"
         outcome.fail(ExitCode.ENVIRONMENT, said)
@@ -284,7 +285,7 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
         )
 
 
-# Shells report this exit code if SIGPIPE ended a process, because the reader closed the pipe.
+# Shells report this exit code for a process that SIGPIPE ended because its reader closed the pipe.
 _PIPE_CLOSED = 128 + signal.SIGPIPE
 # Errors that the machine causes, not the run, such as a full disk. EBADF and EIO mean that a stream
 # cannot be written.
@@ -322,7 +323,7 @@ def _deliver(document: str, outcome: _Outcome) -> None:
         sys.stdout.flush()
     except (OSError, KeyboardInterrupt, SystemExit) as error:
         _discard_stdout()
-        if outcome.failed:  # the command has reported the same problem
+        if outcome.failed:  # the earlier error is reported instead
             return
         if isinstance(error, BrokenPipeError):
             outcome.fail(_PIPE_CLOSED, None)

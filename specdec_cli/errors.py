@@ -79,8 +79,8 @@ class UsageError(SpecdecError):
 class OtherSettings(UsageError):
     """The run in the output folder has different settings.
 
-    about: a function that takes the keys that the user typed and returns the same error, but with
-        differences in those keys first in its message.
+    about: a function that takes the keys that the user typed and returns the same error with a
+        message that names differences in those keys first.
     """
 
     def __init__(

@@ -42,8 +42,8 @@ def blamed(who: str, doing: str, about_none: str = "") -> Iterator[None]:
 
 
 def built(made: type[Any], given: object) -> Any:
-    """Make an object of a plugin's class from what it is given. A class without a constructor
-    needs nothing, and is made without it."""
+    """Make an object of a plugin's class, and pass `given` to its constructor. A class that defines
+    no constructor is called without arguments."""
     return made() if made.__init__ is object.__init__ else made(given)
 
 
@@ -90,7 +90,7 @@ def expect(who: str, name: str, found: object, shape: tuple[int, ...], dtype: to
     told = type(found).__name__
     if isinstance(found, torch.Tensor):
         told = f"{list(found.shape)} {_word(found.dtype)}"
-    raise UsageError(f"{who}: {name} should be {list(shape)} {_word(dtype)}, is {told}")
+    raise UsageError(f"{who}: {name} should be {list(shape)} {_word(dtype)}, but is {told}")
 
 
 def _word(dtype: torch.dtype) -> str:
@@ -107,8 +107,8 @@ class PluggedMethod:
     def __init__(self, name: str, made: type[Any], parts: MethodParts) -> None:
         self.who = f"method {name}"
         self.vocab_size = parts.target.vocab_size
-        # How many invalid proposals there were since the last `check`, int64 [2]: token ids outside
-        # the vocabulary, and lengths (`Candidates.lens`) outside 0..caps.
+        # The numbers of invalid proposals since the last `check`, int64 [2]: of token ids outside
+        # the vocabulary, and of lengths (`Candidates.lens`) outside 0..caps.
         self._num_invalid: torch.Tensor | None = None
         with blamed(self.who, "making it"):
             self.inner = built(type(made.__name__, (made, Proposer), {}), parts)
@@ -222,7 +222,9 @@ class PluggedPolicy:
         with blamed(self.who, "lengths"):
             found = tuple(sorted(set(self.inner.lengths(k))))
         if not found or not all(type(n) is int and 0 <= n <= k for n in found):
-            raise UsageError(f"{self.who}: lengths should be integers in 0..{k}, are {list(found)}")
+            raise UsageError(
+                f"{self.who}: lengths should be integers in 0..{k}, but are {list(found)}"
+            )
         return found
 
     def next_k(
@@ -231,7 +233,9 @@ class PluggedPolicy:
         with blamed(self.who, "next_k"):
             found: int = self.inner.next_k(lengths, last, costs, slots)
         if found not in lengths:
-            raise UsageError(f"{self.who}: next_k should be one of {list(lengths)}, is {found!r}")
+            raise UsageError(
+                f"{self.who}: next_k should be one of {list(lengths)}, but is {found!r}"
+            )
         return found
 
     def caps(self, state: BatchState, caps: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from types import FrameType
 from specdec_cli.errors import ExitCode
 
 # Signals within this many seconds of each other count as one request to stop. For example, a user
-# presses Ctrl-C twice, or a process gets a signal both directly and as one of its process group.
+# presses Ctrl-C twice, or a process gets a signal both directly and through its process group.
 _SAME_REQUEST_S = 5.0
 
 # Python's default handlers. Only these are replaced; handlers set by nohup or a caller are kept.

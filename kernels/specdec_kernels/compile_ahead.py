@@ -55,8 +55,9 @@ def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
 class _Compilers(ThreadPoolExecutor):
     """Threads that compile and load the kernels that `AsyncCompileMode` submits.
 
-    They wait for `begin`, which is set when the dry run ends: compilation is partly Python and
-    would slow the dry run several-fold. Loading a kernel may also compile its launcher in C.
+    They wait for `begin`, which is set when the dry run ends. Compilation runs partly in Python,
+    and would slow down the dry run several-fold if it ran at the same time. Kernels are also loaded
+    here, because this may compile their launchers, which are C modules.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,7 +70,7 @@ class _Compilers(ThreadPoolExecutor):
         def compiled() -> Any:
             self.begin.wait()
             kernel = fn(*args, **kwargs)
-            with suppress(Exception):  # the real launch raises it again
+            with suppress(Exception):  # the real launch raises the error again
                 kernel.run  # noqa: B018, a property that loads the kernel
             return kernel
 
@@ -118,8 +119,8 @@ def _launchers_of_own_names() -> Iterator[None]:
 
 
 class _ZerosForEmpty(TorchFunctionMode):
-    """Fills new uninitialised tensors with zeros. In a dry run no kernel writes them, and if their
-    arbitrary contents were used as indices, these could be out of bounds."""
+    """A torch mode that fills new uninitialised tensors with zeros. In a dry run no kernel writes
+    them, and if their arbitrary contents were used as indices, these could be out of bounds."""
 
     _MAKERS = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty)
 

@@ -1,10 +1,10 @@
 """Helpers for kernels that run in quick succession: dependent launches, prefetches, counters.
 
 Programmatic dependent launch lets a kernel start while its predecessor in the stream still runs.
-Before it calls `after_predecessor`, it may touch only data that no recent kernel writes: weights,
-and data that was complete when the predecessor began. The call waits until the predecessor has
-completed and its writes are visible. In every kernel at least one program makes this call, so no
-kernel can complete before its predecessor has. When the wait ends, the predecessor's own
+Before the kernel calls `after_predecessor`, it may touch only data that no recent kernel writes:
+weights, and data that was complete when the predecessor began. The call waits until the predecessor
+has completed and its writes are visible. In every kernel at least one program makes this call, so
+no kernel can complete before its predecessor has. When the wait ends, the predecessor's own
 predecessor has therefore completed too. A program without work may return before the call, which
 frees its multiprocessor for the successor.
 
@@ -44,8 +44,8 @@ def dependence(tensor: Tensor) -> dict[str, bool]:
 def launch_options(dependent: bool = False) -> dict[str, bool]:
     """Return the Triton options that every launch needs.
 
-    `enable_fp_fusion` is set explicitly. Triton 3.9 still enables it by default, but warns on
-    stderr that the default will change.
+    `enable_fp_fusion` is set explicitly, because Triton 3.9 otherwise warns on stderr that its
+    default, which is True, will change.
 
     dependent: whether the kernel may start before its predecessor ends.
     """
@@ -92,8 +92,8 @@ def epochs(device: torch.device) -> Tensor:
 
 def _kept_zeros(name: str, size: int, device: torch.device) -> Tensor:
     if (name, device) not in _kept:
-        # During a capture, the zeros would be allocated in the graph's own pool, with a memset in
-        # every replay.
+        # If the zeros were made during a graph capture, they would lie in the graph's own pool, and
+        # every replay would clear them with a memset.
         assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), (
             "run once before capturing"
         )
@@ -111,7 +111,7 @@ def after_predecessor(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def prefetch_l2(pointers):
-    """Prefetch the 128-byte lines at a tensor of pointers into L2, without waiting."""
+    """Prefetch the 128-byte lines at the addresses in `pointers` into L2, without waiting."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",

@@ -27,6 +27,7 @@ from specdec_kernels.linear.reference import (
     embed,
     gate,
     linear,
+    linear_add,
     linear_add_norm,
     norm_gate_up,
     norm_linear,

@@ -35,5 +35,5 @@ def first_fit(
 
 
 def table_for(tables: Mapping[tuple[int, int], T], device: tuple[int, int]) -> T:
-    """Return the table for a compute capability, or the H200's if it has none of its own."""
+    """Return the table for a compute capability, or the H200's table if there is none for it."""
     return tables.get(device, tables[CAPABILITY])

@@ -1,2 +1,2 @@
 """Acceptance rules, one per module. The engine uses only their common interface, in `base`, and
-never names a particular rule."""
+never refers to a particular rule."""

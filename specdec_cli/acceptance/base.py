@@ -73,7 +73,7 @@ class AcceptanceRule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The entry point of a rule's module: the functions that use a recipe's speculation section.
+    """The entry point of a rule's module. Its functions take a recipe's speculation section.
 
     make: makes the rule from the section.
     for_k: adapts the section to a different largest k. A rule needs this if its options are valid

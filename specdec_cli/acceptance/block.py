@@ -53,8 +53,8 @@ def block_chances(
 
     # 2. The whole block passes with chance w_i. For a shorter prefix, let S_i be the mass of the
     # residual. Given the prefix, exactly i tokens are accepted with probability S_i, and at most i
-    # with probability S_i + 1 - w_i. So its chance is S_i / (S_i + 1 - w_i). This is 0 / 0 if
-    # w_i = 1 and p = q. A longer prefix is then certain to pass, so any value works.
+    # with probability S_i + 1 - w_i. So it passes with chance S_i / (S_i + 1 - w_i). This is 0 / 0
+    # if w_i = 1 and p = q. A longer prefix is then certain to pass, so any value works.
     residual = (weight[:, :width, None] * target_probs[:, :width] - draft_probs).clamp(min=0)
     mass = residual.sum(2)
     rest = mass + (1.0 - weight[:, :width])
@@ -90,7 +90,7 @@ def block_verify_reference(
 
     `accept_noise[:, i]` decides whether the first i + 1 draft tokens pass, and `sample_noise[:, a]`
     samples the next token if a tokens were accepted. The result depends on the accept noise and the
-    draft tokens at ALL positions up to `lens`, also at rejected ones. The next round decides the
+    draft tokens at all positions up to `lens`, including rejected ones. The next round decides the
     rejected positions again, and must not reuse their random numbers. The caller must therefore
     ensure that
     1. accept noise and the noise for drafting also depend on where the round starts
@@ -100,7 +100,7 @@ def block_verify_reference(
     """
     chances, follow = block_chances(draft_tokens, lens, draft_probs, target_probs)
     place = torch.arange(1, draft_tokens.shape[1] + 1, device=lens.device)
-    # The noise is in [0, 1). So with <, a chance of 0 never passes and a chance of 1 always does.
+    # The noise is in [0, 1), so a chance of 0 never passes and a chance of 1 always passes.
     passes = (place <= lens[:, None]) & (accept_noise < chances[:, 1:])
     accepted = F.pad(passes * place, (1, 0)).amax(1)
     row = torch.arange(draft_tokens.shape[0], device=lens.device)

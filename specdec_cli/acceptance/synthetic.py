@@ -76,7 +76,7 @@ class SyntheticAcceptance(AcceptanceRule):
         self, index: int, start: int, count: int, k: int, params: SamplingParams
     ) -> Forecast | None:
         """Return a forecast with the rates of the first k positions. It also has one random number
-        for each of the `count` output tokens, which a round would compare with a rate."""
+        for each of the `count` output tokens. A round would compare that number with a rate."""
         rates = torch.tensor(self.rates(k), dtype=torch.float32)
         seed, at, length = (torch.tensor(n) for n in (params.seed, index, start))
         noise = round_noise(seed, at[None], length[None], count)

@@ -101,8 +101,8 @@ class Prepared:
     """A recipe that passed all checks, with the facts that a measurement needs. Nothing is loaded
     yet.
 
-    proposer: the name of the draft, or of the method if it needs no draft; None if nothing
-        proposes.
+    proposer: the name of the draft, or of the method if it needs no draft; None if the run
+        proposes no tokens.
     draft_max_len: the draft's context length in tokens; None without a draft.
     device: a torch device, or another object with a `type`.
     device_name: the name of the GPU, or else the device's type.
@@ -144,7 +144,8 @@ class Prepared:
 
     @property
     def params(self) -> SamplingParams:
-        """The recipe's sampling section, except its `source`, and the run's seed as parameters."""
+        """The sampling parameters: the recipe's sampling section without `source`, and the run's
+        seed."""
         asked = self.recipe.sampling.model_dump(exclude={"source"})
         return SamplingParams(**asked, seed=self.recipe.run.seed)
 
@@ -201,7 +202,7 @@ class Session(Protocol):
         ...
 
     def forget_rounds(self) -> None:
-        """Free what only rounds at this batch size use, such as captured CUDA graphs."""
+        """Free resources that only rounds at this batch size use, such as captured CUDA graphs."""
 
     def logits_after(
         self, tokens: list[int], width: int, start: int, params: SamplingParams
@@ -274,7 +275,7 @@ class Backend(Protocol):
         on_stage: Callable[[str], None],
     ) -> Session | None:
         """Open a session with a different draft that shares the target of `session`. `session`
-        stays usable. Returns None if memory does not suffice."""
+        stays usable. Returns None if there is not enough memory."""
         ...
 
     def environment(self, plan: Prepared) -> dict[str, Any]:

@@ -125,12 +125,17 @@ def for_engine(recipe: Recipe, largest: int, batch_size: int) -> Recipe:
     return recipe.changed("run", batch_size=batch_size)
 
 
-def prepare(
-    recipe: Recipe, permissions: Permissions, largest: tuple[int, int] | None = None
-) -> Prepared:
+def check_kind(recipe: Recipe) -> None:
+    """Raise `UsageError` if the recipe asks for another engine, which only sweep-k starts."""
     if (kind := recipe.engine.kind) != "native":
         told = f"engine.kind: {kind} is only for sweep-k, which starts servers"
         raise UsageError(told, "pass --set engine.kind=native")
+
+
+def prepare(
+    recipe: Recipe, permissions: Permissions, largest: tuple[int, int] | None = None
+) -> Prepared:
+    check_kind(recipe)
     wanted = recipe if largest is None else for_engine(recipe, *largest)
     return prepared(checked(wanted, permissions))
 
@@ -191,8 +196,9 @@ def open_beside(
 def environment(plan: Prepared, device: torch.device | None = None) -> dict[str, Any]:
     """Return the facts of the environment to save with the results.
 
-    Only a fixed list of facts is recorded, never environment variables. `plan.own.execution` adds
-    which parts of the models were compiled or captured as CUDA graphs, and why others were not.
+    Only a fixed list of facts is recorded, never environment variables. The entries from
+    `plan.own.execution` say which parts of the models were compiled or captured as CUDA graphs, and
+    why others were not.
 
     device: the device to record; None for the plan's device.
     """

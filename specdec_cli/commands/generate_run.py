@@ -3,6 +3,7 @@ functions."""
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from specdec_cli.backends.base import Backend, Finished, Session, Written
 from specdec_cli.commands.options import Asked
 from specdec_cli.commands.status import Stages, strictly, warn
 from specdec_cli.core.figures import Metrics
-from specdec_cli.errors import LOGGED, ExitCode, Notice, UsageError
+from specdec_cli.errors import LOGGED, ExitCode, Notice, SpecdecError, UsageError
 from specdec_cli.experiment.disk import or_setup_error, replace_file
 from specdec_cli.experiment.folders.conclusions import CheckResult
 from specdec_cli.experiment.folders.generate_folder import (
@@ -147,7 +148,13 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
     watch = MachineWatch(ready.job.plan.device)
     with world.outside():
         warn(ready.notices)
-    outputs, metrics, samples = _run(world, ready, asked, watch)
+    try:
+        outputs, metrics, samples = _run(world, ready, asked, watch)
+    except BaseException:
+        with suppress(SpecdecError, OSError):  # the first error matters more
+            # The command that resumes the run must know what disturbed its first part.
+            ready.kept.keep(watch.notices())
+        raise
     if own.is_single and outputs[0].error is not None:
         if ready.folder is not None:
             # Nothing ran. Remove the failed sample, so that another run can use the folder.

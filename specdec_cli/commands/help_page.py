@@ -131,7 +131,7 @@ def explained(error: Any) -> tuple[str, str]:
 
 def _guess(given: str, known: Sequence[str]) -> str:
     """Return the start of a hint for an unknown option or command; "" if no name is similar. It is
-    mostly a question, such as `did you mean --target? `.
+    usually a question, such as `did you mean --target? `.
 
     The name is looked up in this order: names that other tools use, known names that start with it,
     recipe keys, and known names with a similar spelling.

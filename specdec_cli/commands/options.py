@@ -172,7 +172,7 @@ Plugins = Annotated[list[str] | None, option("--plugin", "FILE.py", _PLUGIN, _MO
 
 # The next two tables map parameters of command functions to the recipe keys that they set.
 # `_OF_SECTIONS` lists the parameters that have the same names as their keys, by recipe section.
-# `_KEYS` also has all others; `*` in a recipe key stands for both `target` and `draft`.
+# `_KEYS` contains these and all others; `*` in a recipe key stands for both `target` and `draft`.
 _OF_SECTIONS: Final = {
     "speculation": ("method", _K, *(f"synthetic_acceptance_{of}" for of in ("rates", "length"))),
     "sampling": ("temperature", "top_k", "top_p", "max_new_tokens", "ignore_eos"),
@@ -194,7 +194,8 @@ _KEYS: Final[Mapping[str, str]] = {
     "serve": "engine.kind",
     "duration": "load.duration_s",
 }
-# Parameter of a command function -> (option as users write it, recipe key that it sets).
+# Maps each parameter of a command function to its option, as users write it, and to the recipe key
+# that it sets.
 OPTION_KEYS: Final[Mapping[str, tuple[str, str]]] = {
     name: ("--dataset" if name.startswith("dataset") else f"--{name.replace('_', '-')}", key)
     for name, key in _KEYS.items()
@@ -367,7 +368,7 @@ def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]
             if asked.threads is not None:
                 use_threads(asked.threads)
             begin_stage("reading the recipe")
-            load_plugins(asked.plugin)  # before the recipe, which may name the plugins' methods
+            load_plugins(asked.plugin)  # first, since the recipe may name plugins' methods
             try:
                 run(asked, *([Prompts(**where)] if reads_prompts else []), **theirs)
             except OtherSettings as problem:

@@ -1,4 +1,4 @@
-"""`specdec profile-blocks`: how many KV blocks fit on each rank next to both models?
+"""`specdec profile-blocks`: reports how many KV blocks fit on each rank beside both models.
 
 Parses the command line and shows the results; `experiment.memory` does the work.
 """
@@ -74,7 +74,7 @@ def profile_blocks(
     if not estimate:
         for flag, size in (("--device-memory", device_memory), ("--memory", memory)):
             if size is not None:
-                raise UsageError(f"{flag} needs --estimate: a measurement uses this machine")
+                raise UsageError(f"{flag} needs --estimate: without it, this machine is measured")
         for name, values in lists.items():
             if len(values) > 1:
                 flag = options.OPTION_KEYS[name][0]
@@ -119,14 +119,15 @@ def _measured(
             from specdec_cli.experiment.folders.run_folder import RunFolder
             from specdec_cli.experiment.memory import document, measure_blocks
 
+        native.check_kind(resolved)
         planned = plan(resolved, asked.permissions())
         if asked.output is not None and world.is_first:
             where = native.environment(native.prepared(planned))
             RunFolder.create(asked.output, resolved, where).close()
         profile = measure_blocks(planned, prompts, context, stages.begin, stages.expect)
-        # Make the document before calling `world.ready()`, after which ranks wait for each other
-        # only up to a timeout. It takes a while, because rank 0 also estimates the draft at other
-        # tensor-parallel degrees.
+        # Make the document before calling `world.ready()`: ranks that have called it wait for each
+        # other only up to a timeout, and making the document takes a while, because rank 0 also
+        # estimates the draft at other tensor-parallel degrees.
         found = document(resolved, profile) if world.is_first else {}
     world.ready()
     return found
@@ -139,11 +140,12 @@ def _estimated(
     rooms: Sequence[tuple[int, bool] | None],
     context: int | None,
 ) -> "tuple[specdec_cli.recipe.Recipe, dict[str, object]]":
-    """Estimate every combination of the lists' values and the memory sizes.
+    """Estimate the memory for every combination of the values in `lists` and the memory sizes.
 
     Returns the recipe and the results document of the first combination that fits. Under `points`
     the document has a row for every combination.
 
+    lists: the values of each option that may have several, by parameter name.
     rooms: the memory sizes, as returned by `_rooms`. If there are several, each row of `points`
     has its own size in `device_memory_bytes`.
 
@@ -153,10 +155,12 @@ def _estimated(
     from specdec_cli.commands.reading import recipe_options
 
     with importing():
+        from specdec_cli.backends.native import check_kind
         from specdec_cli.experiment.memory import Estimator, document, point, settings
 
     where = recipe_options(source)
     size = asked.resolve(where | {"draft_tp": 1 if lists["draft_tp"][0] is not None else None})
+    check_kind(size)
     whole = size.target.tensor_parallel_size
     rows: list[dict[str, object]] = []
     found: tuple[specdec_cli.recipe.Recipe, dict[str, object]] | None = None
@@ -221,8 +225,10 @@ def _rooms(device_memory: str | None, memory: str | None) -> Sequence[tuple[int,
 
 @contextmanager
 def _naming_shapes() -> Iterator[None]:
-    """If a model is missing, add to the error's hint the bundled recipes that need no download.
-    They include the models' configs, and an estimate reads nothing else."""
+    """Extend the error's hint if a model is missing: name bundled recipes that need no download.
+
+    These recipes include the models' configs, and an estimate reads nothing else.
+    """
     try:
         yield
     except SetupError as problem:
@@ -263,8 +269,8 @@ def _prompts(
     asked: Asked,
     context: int | None,
 ) -> "list[specdec_cli.prompts.Prompt]":
-    """Read the prompts if nothing else determines the sequence length; otherwise return an empty
-    list."""
+    """Read the prompts if an option names them, or if only the recipe's prompts can determine the
+    sequence length; otherwise return an empty list."""
     from specdec_cli.commands.reading import find_prompts
 
     is_given = bool(source.prompt) or source.prompt_file is not None or source.dataset is not None
@@ -276,14 +282,14 @@ def _prompts(
 
 
 def _points(lists: Mapping[str, Sequence[object]], devices: int = 1) -> Iterator[dict[str, object]]:
-    """Yield all combinations of the lists' values.
+    """Yield all combinations of the values in `lists`, by parameter name.
 
     devices: the number of memory sizes for which each combination will be estimated. Raises
     `UsageError` if this makes too many estimates.
     """
     count = math.prod(map(len, lists.values())) * devices
     if count > _MOST_POINTS:
-        raise UsageError(f"the lists make {count} combinations; at most {_MOST_POINTS} are taken")
+        raise UsageError(f"the lists make {count} combinations, but the limit is {_MOST_POINTS}")
     for chosen in itertools.product(*lists.values()):
         yield dict(zip(lists, chosen, strict=True))
 

@@ -41,7 +41,7 @@ def list_recipes(as_json: Json = False, quiet: Quiet = False, verbose: Verbose =
     recipes = bundled_recipes()
     if as_json:
         found = [asdict(r) | {"path": str(r.path)} for r in recipes]
-        _print_json({"recipes": found, "warnings": []})
+        _print_json({"schema": "specdec.recipes/1", "recipes": found, "warnings": []})
         return
     width = max((len(r.name) for r in recipes), default=0)
     for r in recipes:
@@ -74,7 +74,8 @@ def show_recipe(
     path = find_source(name)
     if as_json:
         shown = recipe.model_dump(mode="json")
-        _print_json({"path": str(path), "recipe": shown, "warnings": []})
+        of_file = {"path": str(path), "recipe": shown}
+        _print_json({"schema": "specdec.recipe/1", **of_file, "warnings": []})
     elif resolved or sets:
         typer.echo(dump_recipe(recipe), nl=False)
     else:
@@ -107,7 +108,8 @@ def validate_recipes(
     if problems:
         raise UsageError("\n".join(problems), hint)
     if as_json:
-        _print_json({"valid": [str(Path(path)) for path in paths], "warnings": []})
+        valid = [str(Path(path)) for path in paths]
+        _print_json({"schema": "specdec.recipe-validate/1", "valid": valid, "warnings": []})
         return
     for path in paths:
         typer.echo(f"{inert(path)}: ok")

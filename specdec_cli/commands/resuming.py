@@ -80,8 +80,8 @@ def with_draft(asked: Asked, kept: Mapping[str, Any], name: str | None = None) -
     """Return the command line of a resumed run, with the draft named as in the stored settings.
 
     This is needed because the folder's recipe contains the draft's whole path, while the resumed
-    run must use the same name as before. Returns `asked` unchanged if nothing is stored, or if it
-    uses a recipe from elsewhere.
+    run must use the same name as before. Returns `asked` unchanged if nothing is stored, or if the
+    command line uses a recipe that is not the folder's.
 
     name: the draft's name in a sweep that compares several drafts; None if there is only one.
     """
@@ -92,7 +92,7 @@ def with_draft(asked: Asked, kept: Mapping[str, Any], name: str | None = None) -
     # --draft can also name a method that has no draft model; its section then has `method`.
     section = dict(zip(names, sections, strict=True)).get(name) or ({"model": name} if name else {})
     keys = {"speculation.method" if k == "method" else f"draft.{k}": v for k, v in section.items()}
-    if "draft.weights" in keys:  # records store a fingerprint under this key
+    if "draft.weights" in keys:  # a fingerprint; the recipe's own value is in weights_as
         keys["draft.weights"] = keys.pop("draft.weights_as", "auto")
     found = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
     return replace(asked, sets=[*found, *(asked.sets or ())])
@@ -107,8 +107,8 @@ def _has_its_recipe(asked: Asked) -> bool:
 def saying_what_is_kept(
     asked: Asked, command: str, noun: str, *, is_told: bool = True, **own: object
 ) -> Iterator[None]:
-    """If the run in the block is interrupted or its ranks fail, report what its folder contains and
-    how to resume it.
+    """Report what the run's folder contains and how to resume the run, if the block is interrupted
+    or its ranks fail.
 
     noun: what to call a line of samples.jsonl, in the singular.
     is_told: False to report nothing.

@@ -73,10 +73,11 @@ def keep(folder: RunFolder, servers: Named) -> None:
 
 
 def _as_before(servers: Named, folder: Path) -> Named:
-    """Return `servers`, with what the command line leaves out taken from the resumed run's folder.
+    """Return `servers`, completed with the values in the resumed run's folder that the command line
+    leaves out.
 
-    The baseline is taken from the folder only if the command line has neither of its two options.
-    Raises `UsageError` if no server is named in either place.
+    The baseline is taken from the folder only if the command line has neither `--baseline-server`
+    nor `--baseline`. Raises `UsageError` if neither the command line nor the folder names a server.
     """
     kept = checked(read_json(folder / _FILE), Named)
     if isinstance(kept, Named):

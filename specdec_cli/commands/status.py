@@ -88,7 +88,7 @@ class Stages:
 
 @contextmanager
 def waiting(what: str, *, quiet: bool) -> Iterator[Stages]:
-    """During the block, show `what` and then a progress bar with stages, if stderr is a
+    """Show `what` and then a progress bar with stages during the block, if stderr is a
     terminal."""
     if quiet or not sys.stderr.isatty():
         yield Stages(None)

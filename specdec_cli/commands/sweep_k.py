@@ -1,10 +1,10 @@
-"""`specdec sweep-k`: which proposal length is fastest on this dataset, and by how much?
+"""`specdec sweep-k`: finds the fastest proposal length on a dataset, and how much it gains.
 
 Parses the command line and shows the results; `experiment.sweep` does the work.
 """
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from specdec_cli.commands.sweep_parsing import (
     shard_of,
 )
 from specdec_cli.demo import PREFIX
-from specdec_cli.errors import LOGGED, ExitCode, UsageError
+from specdec_cli.errors import LOGGED, ExitCode, SpecdecError, UsageError
 from specdec_cli.launch.world import World
 
 _KS = "Proposal lengths, such as 0-8 (the default) or 1,2,4; 0 is added. Servers default to all."
@@ -182,7 +182,7 @@ def sweep_k(
         # Either option replaces both the rates and the length in the recipe.
         own["synthetic_acceptance_rates"] = rates
         own["synthetic_acceptance_length"] = synthetic_acceptance_length
-        if rates is not None:  # one rate for each position of the largest k
+        if rates is not None:  # the recipe needs one rate per position, so take the largest k
             own["num_speculative_tokens"] = max(lengths)
         other = "length" if rates is not None else "rates"
         sets.append(f"speculation.synthetic_acceptance_{other}=null")
@@ -285,7 +285,8 @@ def sweep_k(
                     found = world.once(lambda: find_prompts(fewer, recipes[0], asked))
                 plan = planned()
         if minutes is not None and asked.is_heard:
-            fit = replace(fit, seconds=sweep_seconds(plan))  # the new plan has other prompts
+            # Estimate the time again, because the new plan has other prompts.
+            fit = replace(fit, seconds=sweep_seconds(plan))
             typer.echo(f"chosen for {minutes:g} min: {fit.text}", err=True)
         code = _sweep(
             *(world, plan, asked, named, starter),
@@ -363,6 +364,13 @@ def _sweep(
     sweep = Sweep(*run) if starter is None else StartedSweep(*run, starter)
     try:
         measured = sweep.run()
+    except BaseException:
+        if folder is not None:
+            with suppress(SpecdecError, OSError):  # the first error matters more
+                # The command that resumes the run must know what disturbed its first part.
+                for one in sweep.of_machine:
+                    keep_warning(folder, plan.settings, one)
+        raise
     finally:
         view.close()
         if folder is not None:

@@ -104,18 +104,19 @@ class Rectangle:
     """The tokens of one pass of a round: Q tokens for each of the B slots of a `BatchState`.
 
     Token j of a slot is at position length + offset + j, where length is the number of tokens of
-    the slot's sequence. It is live if the slot is active, the position is in 0..max_len-1, and
-    lens >= offset + j + margin (or lens is None). Other tokens are padding: their keys and values
-    go to block 0, whose contents are ignored, and their logits are meaningless.
+    the slot's sequence, less `before`. A token is live if the slot is active, the position is in
+    0..max_len-1, and lens >= offset + j + margin (or lens is None). Other tokens are padding: their
+    keys and values go to block 0, whose contents are ignored, and their logits are meaningless.
 
     token_ids: int64 [B, Q].
-    lens: int64 [B], how many tokens each sequence proposes; None if this does not limit the pass.
-    margin: which proposals are live, for example 1 for all of them and 2 for all but the last.
+    lens: int64 [B], how many tokens each sequence proposes; None if this does not affect which
+    tokens are live.
+    margin: for example, 1 if all proposals of a sequence are live, and 2 if all but the last are.
     last_only: whether only the last token of each slot needs logits.
     first_logit: if not `last_only`, the index of the first token of a slot that needs logits.
     cached: int64 [B], how many tokens of each sequence are known to be in the model's cache. On a
     CPU they are left out of the pass. None if this is not known.
-    before: int64 [B], how many positions to move each slot's tokens back; None to move none.
+    before: int64 [B], how many positions each slot's tokens are moved back; None to move none.
     """
 
     token_ids: torch.Tensor  # int64 [B, Q]
@@ -140,7 +141,8 @@ class Rectangle:
 
 
 class LiveRows(NamedTuple):
-    """Maps the outputs of `live_batch`'s pass to their rows in the outputs of `padded_batch`'s.
+    """Maps the outputs of a pass over `live_batch` to their rows in those of a pass over
+    `padded_batch`.
 
     logits: int64 [M], the index of each row of logits among all B * `Rectangle.num_logits` rows.
     tokens: int64 [T], the index of each token among all B * Q tokens.
@@ -156,7 +158,7 @@ def live_batch(
     """Make the tensors for a pass over only the live tokens of `what`, on a CPU. Tokens that are in
     the cache already are left out, and token ids are clamped to 0..num_ids-1.
 
-    Also returns where the outputs of this pass belong among those of `padded_batch`'s pass.
+    Also return how the outputs of this pass map to those of a pass over `padded_batch`.
     """
     batch, width = what.token_ids.shape
     lengths, active = what.lengths(state).tolist(), state.active.tolist()
@@ -176,7 +178,7 @@ def live_batch(
         if lens is not None:
             count = min(count, lens[b] - what.offset - what.margin + 1)
         skip = max(0, -first, cached[b] - first)
-        # These logits are for drawing proposals, and this sequence proposes nothing.
+        # With `last_only`, logits are used only to draw proposals, and this sequence proposes none.
         is_unused = what.last_only and lens is not None and lens[b] == 0
         if not active[b] or count <= skip or is_unused:
             query_start.append(len(fed))

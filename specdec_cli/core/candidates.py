@@ -32,7 +32,8 @@ class TokenDist:
     """The distributions that proposals were drawn from, as logits; probabilities are not stored.
 
     logits: [B, K, V']; ids at or past V' have probability 0.
-    stats: fp32 [B, K, 4], see `ops.logit_rows`; None on a CPU, which reads the logits again.
+    stats: fp32 [B, K, 4], see `ops.logit_rows`; None on a CPU, where each operation reads the
+        logits again.
     """
 
     logits: Tensor

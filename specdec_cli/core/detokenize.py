@@ -49,7 +49,7 @@ class Tokenizer(Decoder, Protocol):
 
     def finding(self, texts: Sequence[str]) -> Decoder:
         """Return a decoder for text that will be searched for `texts`. If one of `texts` contains a
-        special token, the decoder keeps special tokens in the text, so that it can be found."""
+        special token, the decoder keeps special tokens, so that the search can find them."""
         return self
 
 
@@ -72,8 +72,8 @@ class TextStream:
         self._shown = tokenizer.decode(self._window)
 
     def feed(self, token_id: int) -> str:
-        """Add a token, and return the text that it completes; empty inside a multi-byte
-        character."""
+        """Add a token, and return the text that it completes; "" while the last character is
+        incomplete."""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
         if text.endswith(_REPLACEMENT) and len(self._window) < 4 * _CONTEXT:

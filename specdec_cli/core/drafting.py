@@ -146,8 +146,8 @@ class Drafting:
         return Candidates(token_ids, self.lens, q)
 
     def nothing(self) -> Candidates:
-        """Return placeholder ids for K positions, with `caps` as lengths, as on a rank that takes
-        no part in drafting."""
+        """Return placeholder ids for K positions, with `caps` as lengths. Ranks that take no part
+        in drafting use them."""
         return Candidates(self.caps.new_zeros(len(self.caps), self.k), self.caps)
 
 

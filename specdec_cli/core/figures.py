@@ -254,7 +254,7 @@ class Metrics(Acceptance, Times):
     prefill_ms: the mean per prompt.
     ttft_ms: the time from a prompt's admission to its first token.
     tpot_ms: the time per token after the first.
-    num_rounds_without_proposal: a number of sequence-rounds, as `num_drafts` is.
+    num_rounds_without_proposal: counted in sequence-rounds, like `num_drafts`.
     output_tokens_per_second: the rate over prefill and decode time.
     decode_tokens_per_second: the rate over decode time only.
     peak_memory_bytes: None unless the command that runs the engine adds it.

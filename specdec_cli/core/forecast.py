@@ -1,4 +1,4 @@
-"""The acceptance that is expected at each token of a finished output if a round began there.
+"""The expected acceptance of a round that starts at a given token of a finished output.
 `experiment.forecasts` predicts the rounds of whole runs from it."""
 
 from typing import Annotated, Self
@@ -19,11 +19,11 @@ class Forecast(Record):
     `overlap`, and synthetic acceptance has `draws` and `rates`. The other fields are None. Here p
     is the target's distribution, q is the draft's, and x is the output token.
 
-    accept: N values of min(1, q(x) / p(x)). If the round proposed a token at the position of x,
-    this is the probability that x, the token that came out, was that proposal.
-    overlap: N sums of min(p, q) over the vocabulary, the probability that a proposal at the
-    position of x is accepted if x is not known. For draft heads, this holds for the first proposal
-    of a round.
+    accept: N values of min(1, q(x) / p(x)). If a round proposes a token at the position of x, and
+    the output token is x, this is the probability that x is the accepted proposal.
+    overlap: N sums of min(p, q) over the vocabulary. This is the probability that a proposal at the
+    position of x is accepted, over all tokens that the output could have there. For draft heads, it
+    holds for the first proposal of a round.
     chains: N pairs, the numbers of proposed and of accepted tokens in a round that begins at the
     token.
     ahead: N lists, one value for each proposal of a round that begins at the token: the probability

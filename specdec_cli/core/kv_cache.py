@@ -104,7 +104,7 @@ class BlockAllocator:
         return -(-num_tokens // self.block_size)
 
     def missing(self, table: list[int], num_tokens: int) -> int:
-        """Return the number of blocks that `table` lacks to hold this many tokens."""
+        """Return how many more blocks `table` needs to hold this many tokens."""
         return max(0, self.blocks_for(num_tokens) - len(table))
 
     def extend(self, table: list[int], num_tokens: int) -> None:

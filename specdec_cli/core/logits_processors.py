@@ -1,5 +1,5 @@
 """Logits processors: a repetition penalty, suppressed ids, and a minimum text length. They give the
-same results as transformers' logits processors of these names.
+same results as the corresponding logits processors of transformers.
 
 In a round, each row of logits follows its own text: the sequence and the proposals before the row's
 position. Draft logits are processed in the same way. Everything is a tensor operation, so CUDA
@@ -53,8 +53,8 @@ class LogitsProcessors:
         return self.penalty != 1.0
 
     def at(self, state: BatchState) -> "TextsBefore":
-        """Return the text so far of each slot in `state`, to process the logits of the round that
-        begins now."""
+        """Return the text of each slot in `state`, to process the logits of the round that begins
+        now."""
         seen = None
         if self.reads_text:
             assert state.texts is not None and state.texts.seen is not None

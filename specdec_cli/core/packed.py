@@ -1,11 +1,11 @@
 """Inputs of forward passes over the packed tokens of several sequences. The inputs are at fixed
 addresses, so that CUDA graphs can read them.
 
-A pass feeds its sequences' tokens, and padding after them. Padding belongs to no sequence, its keys
-go to the trash block, and its outputs are meaningless. The host writes the inputs into one of two
-buffers in host memory. A pass begins by copying them to the device, and ends by sending the tokens
-that it decided to the host. Legend: T maximum number of tokens, B maximum number of sequences, MB
-columns of the block tables, W tokens of a pass, including padding.
+A pass feeds the tokens of its sequences, then padding. Padding belongs to no sequence, its keys and
+values go to the trash block, and its outputs are meaningless. The host writes the inputs into one
+of two buffers in host memory. A pass begins by copying them to the device, and ends by sending the
+tokens that it decided to the host. Legend: T maximum number of tokens, B maximum number of
+sequences, MB columns of the block tables, W tokens of a pass, including padding.
 """
 
 from struct import pack_into
@@ -87,8 +87,8 @@ class PackedInputs:
         """
         if self._num_ended[0] < self._num_launched - 1:
             torch.cuda.synchronize(self.device)
-        # `struct` converts a list three times as fast as NumPy. It also runs less code, which the
-        # CPU has to load into its caches again after waiting for a pass.
+        # `struct` converts a list three times as fast as NumPy. It also runs less code, and after
+        # waiting for a pass, the CPU has to load that code into its caches again.
         held = self._pieces[self._num_launched % 2]
         of_ids, of_positions, of_starts, of_contexts, of_index, of_seed, of_tables = self._offsets
         at, ends, contexts, keys = 0, [0], [], []
@@ -136,7 +136,7 @@ class PackedInputs:
         return self._tokens[self._num_launched % 2]
 
     def passed(self) -> None:
-        """Count the pass that was filled last as launched."""
+        """Record that the pass whose inputs were written last has been launched."""
         self._num_launched += 1
 
     def batch(self, width: int, num_logits: int) -> ForwardBatch:
@@ -175,7 +175,7 @@ def last_blocks(batch: ForwardBatch, block_size: int) -> torch.Tensor:
 
 
 def _lengths(num_tokens: int, num_sequences: int, num_columns: int) -> list[int]:
-    """Return how many 32-bit words each tensor that `_parts` returns takes, including padding.
+    """Return the size of each tensor that `_parts` returns, in 32-bit words, including padding.
 
     Each tensor starts at a multiple of 16 bytes, because Triton would recompile kernels for
     unaligned addresses. The sum is a multiple of 16 words, so that Triton can copy with wide loads.

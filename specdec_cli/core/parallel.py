@@ -21,7 +21,8 @@ T = TypeVar("T")
 # torch 2.13 has renamed this function, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _CPU = torch.device("cpu")
-_FEW = 1 << 16  # values; an all-reduce of fewer on CPUs is limited by its number of messages
+# On CPUs, the number of messages dominates the time of an all-reduce of at most this many values.
+_FEW = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +174,8 @@ def world_size() -> int:
 
 @contextmanager
 def found_alike() -> Iterator[None]:
-    """If the block raises a `SetupError` and all ranks are on one host, mark it as common to all
-    ranks, because each of them finds the same problem. Its message then names no rank."""
+    """Mark a `SetupError` of the block as common to all ranks, if all of them are on one host. Each
+    rank then finds the same problem, so the message names no rank."""
     try:
         yield
     except SetupError as problem:

@@ -49,8 +49,8 @@ def shared_memory(
     this. width: the width of the residual stream.
 
     Returns None if there is only one rank or no GPU, if the GPUs cannot read each other's memory,
-    or if some ranks have set up shared memory more often than others, whose buffers would not match
-    (see `compare_meetings`).
+    or if some ranks have connected through shared memory more often than others (see
+    `compare_meetings`).
     """
     if parallel.size == 1 or parallel.device.type != "cuda":
         return None
@@ -70,7 +70,7 @@ def compare_meetings(parallel: TensorParallel) -> None:
     """Raise RuntimeError on all ranks if some have connected through shared memory more often than
     others, because they would then wait for each other forever."""
     if len(set(parallel.gather_objects(len(_meetings)))) > 1:
-        raise RuntimeError("some of the ranks have met in another group before")
+        raise RuntimeError("some ranks have connected through shared memory more often than others")
 
 
 def _shared(parallel: TensorParallel, width: int, vocab_size: int, dtype: torch.dtype) -> Shared:
@@ -109,7 +109,7 @@ def _allocate(
     return Peers(
         rank=parallel.rank,
         size=size,
-        # This view keeps the allocation alive, because other ranks read it.
+        # This view keeps the allocation alive, which other ranks read by its address.
         parts=held[: num_parts * dtype.itemsize].view(dtype).view(shape),
         addresses=addresses,
         flags=addresses + part_bytes,

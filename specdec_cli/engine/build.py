@@ -132,9 +132,9 @@ def _fits_beside(plan: Plan, need: CacheNeed, num_blocks: int) -> bool:
 
 
 def _within_reach(plan: Plan, longest: int) -> Plan:
-    """Return the plan with its context length reduced to `longest` tokens, but to no fewer than
-    131,072; unchanged if it is shorter already. Rotary tables grow with the context length, and a
-    config may state one so large that they would waste memory."""
+    """Return the plan with its context length limited to `longest` tokens or to 131,072, whichever
+    is larger. Rotary tables grow with the context length, and some configs give such a large
+    context length that the tables would waste memory."""
     reach = max(longest, _FEWEST_POSITIONS)
     if reach >= plan.max_model_len:
         return plan
@@ -299,8 +299,8 @@ def _check_host_room(plan: Plan, num_blocks: int) -> None:
 def _warm_up(
     engine: Engine, plan: Plan, longest_prompt: int, on_stage: Callable[[str], None]
 ) -> None:
-    """On CUDA, compile the kernels and capture rounds by running a few prompts. Otherwise this work
-    would be included in the times of the first prompts."""
+    """On CUDA, run a few prompts to compile the kernels and capture rounds, so that the times of
+    the first real prompts do not include this work."""
     if plan.device.type != "cuda":
         return
     on_stage("compiling kernels and capturing rounds")

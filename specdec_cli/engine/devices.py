@@ -10,8 +10,8 @@ from specdec_cli.launch.rank import num_cores
 from specdec_cli.recipe import Recipe
 
 # Models smaller than this run on one CPU thread. Their matmuls take microseconds, so more threads
-# gain little. They can even lose a lot: if another process occupies a core, all threads wait for
-# the one that was to run there (measured: 80 times slower).
+# gain little. More threads can even cost a lot: if another process occupies a core, all threads
+# wait for the thread on that core (measured: 80 times slower).
 _ONE_THREAD_BYTES = 256 * 2**20
 
 
@@ -21,8 +21,8 @@ def check_world(recipe: Recipe) -> None:
     wanted, found = recipe.target.tensor_parallel_size, world_size()
     if wanted != found:
         raise UsageError(
-            f"target.tensor_parallel_size is {wanted}, and {found} "
-            f"{'process runs' if found == 1 else 'processes run'}",
+            f"target.tensor_parallel_size is {wanted}, but {found} "
+            f"{'process is' if found == 1 else 'processes are'} running",
             "start specdec without torchrun, and it starts all ranks itself; or run torchrun "
             f"--nproc-per-node {wanted}",
         )

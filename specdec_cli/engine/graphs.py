@@ -210,8 +210,8 @@ class Rounds:
                 flight.done.synchronize()
 
     def close(self) -> None:
-        """Wait for the rounds in flight, and free the graphs. This must be done before NCCL shuts
-        down, which is impossible while a graph contains NCCL collectives."""
+        """Wait for the rounds in flight, and free the graphs. Call this before NCCL shuts down: it
+        cannot shut down while a graph contains its collectives."""
         self.discard()
         for made in self._by_k.values():
             if made.graph is not None:
@@ -251,8 +251,8 @@ class RoundCache:
     def _make(self, parts: RoundParts, k: int) -> tuple[Rounds, ...]:
         # A pass may write up to `ahead` positions past the end of the longest sequence. A pass that
         # also feeds tokens missing from its cache is padded by up to k more positions. Block tables
-        # need columns for all these positions; the columns contain block 0, where writes do no
-        # harm.
+        # need columns for all these positions. Columns without an allocated block contain block 0,
+        # where writes do no harm.
         ahead = max(k, parts.proposer.ahead(k)) if parts.proposer is not None else k
         held = min(self.allocator.blocks_for(parts.max_model_len), self.allocator.num_usable)
         columns = held + self.allocator.blocks_for(ahead + k + 1)

@@ -171,8 +171,8 @@ class Engine:
     def forecast(
         self, request: Request, output: list[int], k: int, params: SamplingParams
     ) -> Forecast:
-        """Compute how many proposals are expected to be accepted if the engine answered `request`
-        with `output`, an existing text. Nothing is decoded.
+        """Return the expected acceptance of rounds that start at each token of `output`, a finished
+        answer to `request`. Nothing is decoded.
 
         k: the maximum number of tokens that a round may propose. The engine must be idle. All ranks
         must call this, but only rank 0's result is valid. Raises `NoForecast` if the acceptance
@@ -277,7 +277,8 @@ class Engine:
         if not run.rounds.in_flight and (emissions := self._fill(run, began)) is not None:
             return emissions
         stays_ahead = self._launch(run)
-        emissions = self._read_prefill(run)  # only now: the host queued the round during prefill
+        # Read prefill results after the launch, so that the host queues the round during prefill.
+        emissions = self._read_prefill(run)
         return emissions if stays_ahead else emissions + self._read_last(run)
 
     def _has_work(self, run: Run) -> bool:
@@ -328,10 +329,10 @@ class Engine:
     def _must_settle(self, run: Run) -> bool:
         """Return whether the host must read the round in flight before it queues another one.
 
-        It must if sequences can be admitted or must be preempted, if rounds with fewer slots are
-        enough for the running sequences, or if all sequences may have ended. It also must if the
-        next round proposes tokens and the last did not, because the proposer's cache may then lack
-        tokens.
+        This is the case if sequences can be admitted or must be preempted, if rounds with fewer
+        slots are enough for the running sequences, or if all sequences may have ended. It is also
+        the case if the next round proposes tokens and the last did not, because the proposer's
+        cache may then lack tokens.
         """
         if not run.rounds.in_flight:
             return False

@@ -52,8 +52,10 @@ def describe_draft(place: DraftPlace, describe: Describe) -> Draft:
     """Describe the draft at `place`, and check that it fits the target. Its vocabulary is not
     checked here; see `check_vocabulary`.
 
-    describe: describes a transformers model. Raises `SetupError` for a draft that cannot be found,
-    read or run beside the target, and `UsageError` for recipe keys that do not fit the draft.
+    describe: describes a transformers model.
+
+    Raises `SetupError` for a draft that cannot be found, read or run beside the target, and
+    `UsageError` for recipe keys that do not fit the draft.
     """
     method = method_of(place.speculation)
     if method.describe is None:
@@ -66,7 +68,7 @@ def describe_draft(place: DraftPlace, describe: Describe) -> Draft:
         return replace(draft, reach=place.max_model_len, shared=names, shared_bytes=saved)
     if other := [name for name in place.share if name not in method.can_share]:
         raise UsageError(
-            f"draft.share: {other[0]}: {place.spec.name} already borrows what it lacks",
+            f"draft.share: {other[0]}: {place.spec.name} already borrows the weights that it lacks",
             "leave it out",
         )
     wanted = place.spec.weights
@@ -223,22 +225,22 @@ def _check_is_model(draft: Description) -> None:
     for noun, pattern in _OF_HEADS:
         if (found := next(filter(re.compile(pattern).fullmatch, names), None)) is not None:
             raise SetupError(
-                f"{name} has the weights of {noun} ({one_line(found)}), which is not built yet, "
-                "although its config.json describes an ordinary model",
+                f"{name} has the weights of {noun} ({one_line(found)}), which is not supported "
+                "yet, although its config.json describes an ordinary model",
                 "models of transformers' families work as drafts",
             )
     if not names and any(draft.place.glob("*.bin")) and not has_tokenizer(draft.place):
         raise SetupError(
             f"{name} has no tokenizer and only pickled weights, so it is not a complete model; the "
-            "first kinds of EAGLE heads are stored like this, and are not built yet",
+            "first kinds of EAGLE heads are stored like this, and are not supported yet",
             "a model needs its tokenizer's files in the same folder",
         )
     if unused := _without_use(draft, names):
         raise SetupError(
             f"{counted(len(unused), 'tensor')} in the weights of the draft {name} would not be "
             f"used: {one_line(', '.join(unused[:_SHOWN]))}{', …' if len(unused) > _SHOWN else ''}; "
-            "the model that its config describes has none of this name",
-            "is it a kind of draft that is not built? If the tensors mean nothing, remove them",
+            "the model that its config describes has no such tensors",
+            "is it an unsupported kind of draft? If the tensors are not needed, remove them",
         )
 
 
@@ -269,7 +271,7 @@ def tokenizer_of(model: Draft) -> Tokenizer:
 
 def _have_one(target: Description, draft: Draft) -> bool:
     """Return True if both models certainly have the same tokenizer. Return False if either model
-    may run its own code, because equal files would not prove equal tokenizers then."""
+    may run its own code, because equal files then do not prove that the tokenizers are equal."""
     if target.spec.trust_remote_code or draft.spec.trust_remote_code:
         return False
     kinds = [config_file(m.spec.name, m.place).get("model_type") for m in (target, draft)]

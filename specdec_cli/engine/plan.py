@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def held(self) -> list[Draft]:
-        """The models of which this rank loads at least a part."""
+        """The models that this rank loads, in whole or in part."""
         return self.models if self.groups.draft is not None else [self.target]
 
     @property
@@ -110,8 +110,8 @@ class Plan:
 
     @property
     def captures_prompts(self) -> bool:
-        """True if prefill passes of models with fused layers are captured as CUDA graphs. They
-        never are if there are several ranks."""
+        """True if prefill passes of models with fused layers are captured as CUDA graphs,
+        which requires a single rank."""
         return self.no_cuda_graphs is None and self.parallel.size == 1
 
     @property
@@ -232,7 +232,7 @@ def _plan_on(
     groups: Groups,
     describe: Describe,
 ) -> Plan:
-    """Make the plan of the rank with these `groups`. Raises as `plan` does."""
+    """Make the plan of the rank with these `groups`. Raises the errors of `plan`."""
     if recipe.cache.dtype == "fp8" and device.type == "cuda" and torch.cuda.is_available():
         if (found_here := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
             needed, has = (".".join(map(str, c)) for c in (FP8_CAPABILITY, found_here))
@@ -248,13 +248,14 @@ def _plan_on(
     target = describe(spec, device, groups.target or ALONE)
     if (asked := recipe.cache.max_model_len) is not None and asked > target.max_len:
         raise UsageError(
-            f"cache.max_model_len: {asked} is more than the {target.max_len} tokens of the target",
+            f"cache.max_model_len: {asked} exceeds the target's context length of "
+            f"{target.max_len} tokens",
             "leave it out, or correct the number of positions in the target's config.json",
         )
     if outside := [i for i in recipe.sampling.suppress_tokens if i >= target.vocab_size]:
         raise UsageError(
-            f"sampling.suppress_tokens: {outside[0]} is not an id of the target, whose vocabulary "
-            f"has {target.vocab_size}"
+            f"sampling.suppress_tokens: {outside[0]} is not a token id of the target, whose "
+            f"vocabulary has {target.vocab_size} ids"
         )
     begin_stage("reading the tokenizer")
     found = Plan(
@@ -267,8 +268,8 @@ def _plan_on(
         groups=groups,
     )
     if k and (of_draft := _draft_spec(recipe, target.spec, permissions)) is not None:
-        # Check the draft also on ranks that hold no part of it. If it must be refused, all ranks
-        # then raise the same error.
+        # Also check the draft on ranks that hold no part of it, so that all ranks raise the same
+        # error if it is refused.
         part = groups.draft or TensorParallel(size=draft_degree(recipe))
         begin_stage("describing the draft")
         draft = _draft_of(found, of_draft, part, describe)
@@ -290,16 +291,16 @@ def _plan_on(
 
 
 def _as_target(target: Description, plan: Plan) -> Description:
-    """Return the target's description with the plan's context length, and with the target's hidden
-    states and tensors that the plan's draft reads, if any."""
+    """Return a copy of the target's description that also states the plan's context length, and
+    which hidden states and tensors of the target the plan's draft reads."""
     layers = plan.draft.feature_layers if plan.draft is not None else ()
     tensors = plan.draft.target_tensors if plan.draft is not None else None
     return replace(target, reach=plan.max_model_len, hidden_layers=layers, draft_tensors=tensors)
 
 
 def draft_at(plan: Plan, parallel: TensorParallel, describe: Describe = describe) -> Draft:
-    """Describe the plan's draft as the rank `parallel` would hold it. The size of its group may
-    differ from the plan's draft degree. Raises as `plan` does."""
+    """Describe the plan's draft as the rank `parallel` would hold it. The number of ranks that
+    share the draft may differ from the plan's draft degree. Raises the errors of `plan`."""
     assert plan.draft is not None
     return _draft_of(plan, plan.draft.spec, parallel, describe)
 
@@ -331,9 +332,8 @@ def draft_degree(recipe: Recipe) -> int:
 
 def compiled_roles(plan: Plan) -> tuple[str, ...]:
     """Return the roles of the models to compile. If the recipe sets run.compile to on, these are
-    all models that can be compiled. By default, they are only those of them whose layers have no
-    fused kernels. Raises `UsageError` if the recipe asks to compile a model with quantised
-    weights."""
+    all models that can be compiled. By default, they are those whose layers have no fused kernels.
+    Raises `UsageError` if the recipe asks to compile a model with quantised weights."""
     wanted = plan.recipe.run.compile
     if wanted == "off" or plan.no_compile is not None:
         return ()
@@ -360,7 +360,7 @@ def cache_need(plan: Plan, longest: int) -> CacheNeed:
     the longest sequence, in tokens."""
     recipe = plan.recipe
     rows = plan.draft.passes(plan.k).rows if plan.draft is not None else 0
-    k = max(plan.k, rows - 1)  # a draft pass may feed more than k + 1 tokens
+    k = max(plan.k, rows - 1)  # a pass may feed more than k + 1 tokens per slot
     return CacheNeed(recipe.run.batch_size, longest, k, recipe.cache.block_size)
 
 

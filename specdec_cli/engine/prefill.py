@@ -45,9 +45,9 @@ class Moment:
 
 
 class Moments:
-    """Creates `Moment` objects on one device. They take turns in using AT_ONCE events, so only the
-    last AT_ONCE moments are valid. Events are reused because recording a new one for the first time
-    is slow."""
+    """Creates `Moment` objects on one device. They use AT_ONCE events in turn, so only the last
+    AT_ONCE moments are valid. Events are reused because recording a new one for the first time is
+    slow."""
 
     AT_ONCE = 4  # two moments for each of two steps in flight
 
@@ -144,6 +144,7 @@ class Prefill:
           token. If only the last token is missing, or if logits are processed, a round feeds the
           last token instead.
         - After rounds without proposals, the proposer's cache lacks tokens that the target's has.
+          Prefill feeds them to the proposer alone.
         - A proposer that reads hidden states gets the same tokens as the target.
         """
         proposer, reads, budget = self.proposer, self._reads_hidden, self.budget
@@ -203,8 +204,8 @@ class Prefill:
         return decided
 
     def must_settle(self) -> bool:
-        """Return whether the host must read the tokens that the passes in flight decide before it
-        launches a round. This is the case if these tokens finish every running sequence, or if too
+        """Return whether the host must read the tokens of the passes in flight before it can
+        launch a round. This is the case if these tokens finish every running sequence, or if too
         few blocks are free to launch a round without reading them."""
         if self.drawn is None:
             return False

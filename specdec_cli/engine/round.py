@@ -58,8 +58,8 @@ class RoundParts:
 
 @dataclass(slots=True, eq=False)
 class RoundRecord:
-    """The results of a round that the host reads. They are in one tensor, so that one copy is
-    enough.
+    """The results of a round that the host reads. They are in one tensor, so that a single copy
+    to the host is enough.
 
     flat: int64 [B * (K + 3) + NUM_STAMPS + 1]. The properties below are views of its parts.
     """

@@ -140,8 +140,8 @@ class Run:
         return emissions
 
     def append(self, seq: Sequence, tokens: list[int], accepted: int, at: float) -> Emission:
-        """Append tokens to a sequence. Then finish the sequence if they end it; otherwise trim its
-        blocks.
+        """Append tokens to a sequence. Then finish the sequence if they end it. Otherwise trim its
+        blocks, unless the host launches rounds before it has read the previous ones.
 
         accepted: how many of the tokens were proposals.
         at: when the host read the tokens, in seconds on the host's clock.

@@ -1,5 +1,5 @@
-"""Writes files so that a crash never leaves one half written, and turns disk errors into messages.
-Does not import torch."""
+"""Writes files so that a crash never leaves a file half-written, and turns disk errors into
+messages. Does not import torch."""
 
 import os
 from collections.abc import Iterator
@@ -13,7 +13,8 @@ MAX_FILE_BYTES = 2**30
 
 @contextmanager
 def or_setup_error(what: str, hint: str | None = None) -> Iterator[None]:
-    """Turn each OSError in the block into a `SetupError`. what: the action, for the message."""
+    """Turn each OSError in the block into a `SetupError`. what: the start of its message, such as
+    `cannot read FILE`."""
     try:
         yield
     except OSError as problem:

@@ -27,7 +27,7 @@ from specdec_cli.models.held import held_bytes
 # - captured: on a GPU, if the round is a captured CUDA graph (measured on an H200 with models of
 #   135M, 1B and 8B parameters: 10 to 12 microseconds);
 # - launched: on a GPU, if the host launches each kernel;
-# - on a CPU.
+# - CPU: on a CPU.
 _LAYER_CAPTURED, _LAYER_LAUNCHED, _LAYER_CPU = 11e-6, 250e-6, 250e-6
 # Seconds per all-reduce: between GPUs (docs/performance.md), and between processes on one host over
 # gloo (measured on two busy cores: 0.3 to 0.8 milliseconds). Each layer has two all-reduces.
@@ -219,7 +219,7 @@ def total_seconds(
     """
     plans = [own_plan(job) for job in jobs.values()]
     speeds = speeds_of(plans[0].device, plans[0].target.dtype)
-    # Each start takes a fixed time, and loads each model once.
+    # Starting the ranks takes a fixed time, plus the time to load each model once.
     models = {m.spec.name: m.weight_bytes for plan in plans for m in plan.models}
     start = _START_CUDA if plans[0].device.type == "cuda" else _START_CPU
     found = (start + sum(models.values()) / _LOAD) * len({Pair.of(key) for key in jobs})

@@ -6,10 +6,10 @@ of a round at each k.
 Replay is valid if decoding is lossless, because the text then follows the target's distribution at
 any k. Let p and q be the distributions of target and draft at a position where the text has token x
 and a token was proposed. Then x was an accepted proposal with probability min(1, q(x) / p(x)),
-independently of where rounds began: a proposal d ~ q is accepted as x with probability min(p(x),
-q(x)), and x is generated with probability p(x). So one text with these probabilities gives the
-expected rounds for every k. In greedy decoding the probabilities are 0 or 1, and the replay gives
-exactly the rounds of a run.
+independently of where rounds began. This is the probability that x is proposed and accepted,
+min(p(x), q(x)), divided by the probability that x is generated, p(x). So one text with these
+probabilities gives the expected rounds for every k. In greedy decoding the probabilities are 0 or
+1, and the replay gives exactly the rounds of a run.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -149,11 +149,12 @@ def expected_rounds(texts: Iterable[Text], k: int) -> ExpectedRounds:
 
 
 def with_recorded(text: Text, rounds: Iterable[tuple[int, int]]) -> tuple[Text, int]:
-    """Replace replayed acceptances of a greedy text by those of its recorded rounds. Return the
-    text and the number of acceptances that changed.
+    """Replace the replayed acceptances of a greedy text with those of its recorded rounds. Return
+    the text and the number of acceptances that changed.
 
-    They may differ in half precision. The replay computes the logits of a whole text in one pass,
-    so its rounding errors differ from those of the run, and either token of a near-tie may win.
+    These may differ in half precision. The replay computes the logits of a whole text in one
+    pass, so its rounding errors differ from those of the run, and either token of a near-tie may
+    win.
 
     rounds: the numbers of proposed and accepted tokens of each round in order, without rounds that
     proposed nothing.
@@ -347,8 +348,8 @@ def break_even(cost: SumRatio | MidRatio, rounds: ExpectedRounds, seed: int) -> 
 
 
 def chance_for(length: float, k: int) -> float | None:
-    """Find the chance of acceptance at which `iid_length` is `length`; None if even a chance of 1
-    is not enough."""
+    """Find the acceptance probability at which `iid_length` is `length`. Return None if even a
+    probability of 1 is not enough."""
     if length > k + 1:
         return None
     low, high = 0.0, 1.0

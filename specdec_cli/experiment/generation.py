@@ -192,8 +192,8 @@ def _rendered(tokenizer: Tokenizer, prompt: Prompt) -> Prompt:
             hint = "many templates take no system message: put it into the first user message"
         raise UsageError(f"{prompt.where}: {refused.message}", hint) from None
     if not text or not is_unicode(text):
-        what = "text that is not valid Unicode" if text else "nothing"
-        raise UsageError(f"{prompt.where}: the chat template makes {what} of the messages")
+        what = "text that is not valid Unicode" if text else "an empty text"
+        raise UsageError(f"{prompt.where}: the chat template turns the messages into {what}")
     return replace(prompt, text=text)
 
 
@@ -240,8 +240,8 @@ def _token_ids(planned: Prepared, prompt: Prompt) -> tuple[int, ...]:
         ids = tuple(planned.tokenizer.encode(prompt.text, add_special_tokens=not is_rendered))
     if ids and max(ids) >= vocab:
         raise UsageError(
-            f"{prompt.where}: prompt {prompt.index} holds token id {max(ids)}; "
-            f"the vocabulary ends at {vocab}",
+            f"{prompt.where}: prompt {prompt.index} contains token id {max(ids)}, "
+            f"but the vocabulary has only {vocab} ids",
             "leave the prompt out, or encode it with this target's tokenizer",
         )
     return ids
@@ -296,8 +296,8 @@ def output_of(job: Job, prompt: Prompt, answer: Finished | Sample, seconds: floa
 
 def baseline(session: Session, job: Job, outputs: list[Output]) -> Metrics | None:
     """Decode a few tokens of the first prompts at k = 0, to tell whether speculation pays. Return
-    None if the run generated too little for a comparison, or left too little GPU memory for rounds
-    at k = 0."""
+    None if the run generated too little for a comparison, or left too little memory for rounds at
+    k = 0."""
     ran = [o.index for o in outputs if o.error is None]
     params = job.plan.params
     if sum(len(o.token_ids) for o in outputs) < _BASELINE_LEAST:

@@ -23,7 +23,7 @@ from specdec_cli.launch.world import World
 
 PROMPTS = 4  # prompts to decode for the check if the run's own texts cannot be compared
 _MOST_LOOKED_AT = 16  # maximum differences to examine per point; each costs two passes over a text
-_WIDEST = 256  # maximum width of a pass over a prompt, which holds a row of logits for each token
+_WIDEST = 256  # maximum tokens in a pass over a prompt; it holds a row of logits for each token
 _NEAR = 2.0  # largest gap of a near-tie, as a multiple of `_noise`; see docs/correctness.md
 
 

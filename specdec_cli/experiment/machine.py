@@ -17,8 +17,8 @@ from specdec_cli.errors import Notice
 
 _APART = 0.25  # minimum seconds between two readings
 _SHORTEST = 3.0  # minimum measured seconds for the limits from `_STARVED` to `_WAITING`
-# A shorter measurement of at least `_BRIEF` seconds gets a warning only if a thread spent more than
-# this share of the time ready to run but waiting for a processor.
+# A shorter measurement of at least `_BRIEF` seconds gets a warning only if a thread was ready to
+# run but waited for a processor for more than the share `_STARVED_BRIEFLY` of the time.
 _BRIEF, _STARVED_BRIEFLY = 0.4, 0.4
 # A measurement of at least `_SHORTEST` seconds gets a warning beyond these limits.
 _STARVED = 0.05  # share of the time that this process spent ready to run but not running
@@ -35,7 +35,7 @@ _SLOWED = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power br
 class _Reading:
     """One reading of the machine. Times are in seconds.
 
-    wall: the time on the clock.
+    wall: the time of the reading, from `time.perf_counter`.
     process: the processor time of this process so far.
     waited: how long each thread was ready to run but waited for a processor; empty if unknown.
     throttled: how long the control group was throttled; None if unknown.

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from specdec_cli.backends.base import Finished, Served, Session, Written
 from specdec_cli.core.figures import Metrics
+from specdec_cli.core.garbage import garbage_stays
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.experiment.folders.records import Key, Point, Sample, given
 from specdec_cli.experiment.generation import Job, requests
@@ -113,7 +114,11 @@ class MeasuringLoop:
             self.world.beat()
             on_finished(finished)
 
-        return self.session_of(key).run(requests(job), key.k, params, on_round)
+        session = self.session_of(key)
+        # With the thousands of samples of a sweep in memory, a garbage collection takes 0.2 s. In a
+        # run, this time would count as decoding.
+        with garbage_stays():
+            return session.run(requests(job), key.k, params, on_round)
 
     def _repeat(self, job: Job, key: Key, taken: dict[int, list[Finished]]) -> None:
         """Run one repeat of a point and add its results to `taken`, which holds those of all
@@ -201,8 +206,8 @@ def balanced(values: Sequence[T], turn: int, seed: int) -> list[T]:
     """Return `values` in the order for one turn. The order is the same on every rank.
 
     Over n turns, each of the n values occurs once at every position, and once directly after every
-    other value. If n is odd, it takes 2n turns, and each occurs twice. So the effects of one point
-    on the next, such as a warm cache or a hot device, are spread evenly.
+    other value. If n is odd, this takes 2n turns, and each happens twice. So the effects of one
+    point on the next, such as a warm cache or a hot device, are spread evenly.
 
     The orders are the rows of a Williams square (Williams 1949, Experimental designs balanced for
     the estimation of residual effects). The seed shuffles values and rows, differently for each
@@ -216,8 +221,8 @@ def balanced(values: Sequence[T], turn: int, seed: int) -> list[T]:
     shuffled = random.Random(f"{seed} {square}")
     labels = shuffled.sample(range(n), n)
     row = shuffled.sample(range(height), height)[row]
-    # In 0, 1, n - 1, 2, n - 2 ..., each difference of neighbours modulo n occurs once if n is even.
-    # If n is odd, each occurs twice in this sequence and its reverse together.
+    # In the sequence 0, 1, n - 1, 2, n - 2, ..., each difference of neighbours modulo n occurs once
+    # if n is even. If n is odd, each occurs twice in this sequence and its reverse together.
     steps = [(place + 1) // 2 if place % 2 else (n - place // 2) % n for place in range(n)]
     if row >= n:
         steps.reverse()

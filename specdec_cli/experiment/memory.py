@@ -75,7 +75,7 @@ class Profile:
         }
 
     def longest(self, num_blocks: int) -> int:
-        """Return how many tokens each sequence of a full batch may have at most if the cache has
+        """Return the maximum length, in tokens, of each sequence of a full batch if the cache has
         `num_blocks` blocks."""
         need, usable = self.need, max(0, num_blocks - 1)
         return max(0, usable // need.batch_size * self.block_size - 2 * (need.k + 1))
@@ -138,8 +138,8 @@ class Estimator:
 
 
 def _machine(recipe: Recipe, room: Room | None) -> tuple[torch.device, Machine]:
-    """Return the device and its memory: `room` if given, else this machine's current free
-    memory."""
+    """Return the device and its memory: `room` if given, otherwise this machine's current
+    free memory."""
     num_ranks = recipe.target.tensor_parallel_size
     wanted = recipe.run.device
     if room is None:
@@ -148,7 +148,7 @@ def _machine(recipe: Recipe, room: Room | None) -> tuple[torch.device, Machine]:
     size_bytes, is_of_gpu = room
     if is_of_gpu and wanted == "cpu":
         raise UsageError(
-            "--device-memory is that of a GPU, and run.device is cpu",
+            "--device-memory is the memory of a GPU, but run.device is cpu",
             "--memory is that of the host",
         )
     # With `run.device: auto`, assume the kind of device that this machine has.
@@ -219,13 +219,14 @@ def _rank(rank: RankMemory, split: Split) -> dict[str, Any]:
 
 
 def _context(planned: Plan, prompts: list[Prompt], wanted: int | None) -> int:
-    """Return the sequence length, in tokens, to compute the memory for. This is `wanted` if given,
-    else the length of the longest prompt with its output, or the model's limit without prompts."""
+    """Return the sequence length, in tokens, to compute the memory for. This is `wanted` if given.
+    Otherwise it is the length of the longest prompt with its output, or the model's limit if there
+    are no prompts."""
     recipe, most = planned.recipe, planned.max_model_len
     if wanted is not None:
         if wanted > most:
             raise UsageError(
-                f"--context: {wanted} tokens are more than the {most} of the model's context",
+                f"--context: {wanted} tokens exceed the context length of {most} tokens",
                 "the limit is cache.max_model_len, or the model's own",
             )
         return wanted
@@ -269,8 +270,8 @@ def _advice(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
 
 
 def _more_room(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
-    """List changes to the recipe, each of which would make a batch fit that needs more blocks than
-    the memory holds."""
+    """List changes to the recipe for a batch that needs more blocks than the memory holds. Each
+    change alone would make the batch fit."""
     need, split, planned = profile.need, profile.split, profile.plan
     found = []
     if batch := profile.capacity(split.num_blocks)["max_sequences"]:
@@ -299,8 +300,8 @@ def _draft_cost(profile: Profile) -> dict[str, Any] | None:
     """Compute how much cache capacity the draft costs, compared with the target alone, at each of
     its possible tensor-parallel degrees. Return None without a draft.
 
-    An estimated profile is estimated again for each degree. In a measured one, only the bytes of
-    the draft's weights and blocks are replaced, because they can be computed from its config.
+    An estimated profile is estimated again for each degree. In a measured profile, only the bytes
+    of the draft's weights and blocks are replaced, because they can be computed from its config.
     """
     planned = profile.plan
     if planned.draft is None:
@@ -323,7 +324,7 @@ def _draft_cost(profile: Profile) -> dict[str, Any] | None:
             except SpecdecError as problem:
                 rows.append({"draft_tp": degree, "status": "skipped", "reason": problem.message})
                 continue
-        # The share of the target's own capacity that is lost.
+        # The share of the capacity without a draft that is lost to the draft.
         lost = 1.0 - found.num_blocks / alone.num_blocks if alone.num_blocks else 0.0
         rows.append(
             {
@@ -339,7 +340,7 @@ def _draft_cost(profile: Profile) -> dict[str, Any] | None:
 
 
 def _with_draft(profile: Profile, shares: Sequence[tuple[int, int]]) -> Split:
-    """Return the ranks' memory with a different draft.
+    """Return the memory of each rank with the sizes of its draft replaced by `shares`.
 
     shares: for each rank, the bytes of the draft's weights and those of one of its cache blocks.
     """

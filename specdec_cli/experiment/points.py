@@ -1,7 +1,7 @@
 """Computes points from samples: metrics, intervals and predictions.
 
 Everything is computed from the records of a run folder, so that interrupted, sharded and merged
-sweeps give the same points as a single one.
+sweeps give the same points as one uninterrupted sweep.
 """
 
 from collections.abc import Mapping, Sequence
@@ -209,7 +209,8 @@ def _gain(faster: SumRatio | None, k: int, seed: int, most: float) -> dict[str, 
 
 
 def is_impossible(faster: float, most: float) -> bool:
-    """Return True if a speed-up is larger than `most` tokens per round allow; False for NaN."""
+    """Return True if a speed-up exceeds `most`, the mean number of tokens per round, by more than
+    noise explains; False for NaN."""
     return bool(faster > _BEYOND * most)
 
 

@@ -15,7 +15,7 @@ from specdec_cli.text import digest
 
 _FEW_PROMPTS = 20
 _USUAL_PENALTY = 1.2  # repetition penalty to suggest; 1.1 does not end the demo target's loops
-# An output loops if its last tokens, at least _LEAST_LOOP of them, repeat a sequence of at most
+# An output loops if at least _LEAST_LOOP tokens at its end repeat a sequence of at most
 # _LONGEST_TURN tokens at least _TURNS times.
 _TURNS, _LEAST_LOOP, _LONGEST_TURN = 4, 32, 64
 
@@ -59,7 +59,7 @@ def common_settings(
 
 
 def warnings_of_job(job: Job, chat: str) -> list[Notice]:
-    """Return warnings about what may make a run slow or its text unexpected:
+    """Return warnings about conditions that may make a run slow or its text unexpected:
     - few threads
     - a cache dtype that changes the text
     - sampling settings other than those that the target recommends
@@ -67,7 +67,7 @@ def warnings_of_job(job: Job, chat: str) -> list[Notice]:
     - a chat template that is not used, although the user did not choose plain text
     - template values that the template never reads
 
-    chat: the value of `data.chat`. With `auto`, the user chose nothing.
+    chat: the value of `data.chat`; `auto` means that the user did not choose.
     """
     tokenizer, count, found = job.plan.tokenizer, len(job.prompts), other_sampling(job.plan)
     if job.plan.few_threads is not None:
@@ -89,7 +89,7 @@ def warnings_of_job(job: Job, chat: str) -> list[Notice]:
             "leave it out of the text, or give messages and let --chat write it"
         )
         found.append(Notice("first_token_twice", told, {"prompts": twice, "num_prompts": count}))
-    # A text that begins with a special token is the output of a template already.
+    # Assume that a chat template was already applied to texts that begin with a special token.
     marks = tuple(tokenizer.special_tokens)
     without = sum(not (prompt.text or "").startswith(marks) for prompt, _ in plain)
     if chat == "auto" and without and tokenizer.has_template:
@@ -137,8 +137,8 @@ def other_sampling(plan: Prepared) -> list[Notice]:
 
 
 def unlisted_end(job: Job, outputs: Sequence[Output]) -> list[Notice]:
-    """Return a warning if texts reached max_new_tokens and the tokenizer's end token is not among
-    the end-of-text tokens."""
+    """Return a warning if texts reached max_new_tokens and the tokenizer's end-of-sequence token is
+    not one of the tokens that end a text in this run."""
     end, plan = job.plan.tokenizer.end_token, job.plan
     long = sum(out.finish_reason == "length" for out in outputs)
     if end is None or not long or plan.params.ignore_eos or end[0] in plan.eos_ids:
@@ -160,7 +160,7 @@ def looped(job: Job, outputs: Sequence[Output]) -> list[Notice]:
         return []
     if not is_greedy and 2 * found < len(outputs):
         return []
-    penalty = max(_USUAL_PENALTY, plan.params.repetition_penalty + 0.1)  # more than this run's
+    penalty = max(_USUAL_PENALTY, plan.params.repetition_penalty + 0.1)  # above the run's own
     often, remedy = "", f"--set sampling.repetition_penalty={penalty:g}"
     if is_greedy:
         often = ", as greedy text of small models often does"
@@ -175,8 +175,8 @@ def looped(job: Job, outputs: Sequence[Output]) -> list[Notice]:
 
 
 def _ends_in_loop(ids: Sequence[int]) -> bool:
-    """True if the last tokens, at least `_LEAST_LOOP` of them, repeat one sequence of tokens
-    several times."""
+    """Return True if at least `_LEAST_LOOP` tokens at the end repeat one sequence of tokens
+    `_TURNS` times or more."""
     for period in range(1, min(_LONGEST_TURN, len(ids) // _TURNS) + 1):
         tail = ids[-max(_TURNS * period, _LEAST_LOOP) :]
         if len(tail) >= _LEAST_LOOP and tail[period:] == tail[:-period]:

@@ -8,8 +8,8 @@ from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.records import Key, Sample, given
 from specdec_cli.experiment.folders.samples import Samples
 
-# Where acceptance counts come from, from the least to the most detailed source. A point's source is
-# the least detailed one among those of its samples.
+# The sources of acceptance counts, from the least to the most detailed. A point's source is the
+# least detailed one among those of its samples.
 _SOURCES = (None, "counters", "chunks", "per_request")
 _REMARKS = {
     "usage_differs": "the server's usage counts other tokens than the ids that it sent: ids count "
@@ -96,18 +96,18 @@ def _tells_rounds(sample: Sample) -> bool:
     counters.
 
     If requests arrive at a rate, the counters include requests that are not measured, so the rounds
-    that streamed chunks show are used instead.
+    inferred from streamed chunks are used instead.
     """
     source = sample.engine.acceptance_source if sample.engine is not None else None
     return source == "per_request" or (source == "chunks" and sample.request_rate is not None)
 
 
 def in_text(samples: Iterable[Sample]) -> InText | None:
-    """Compute the acceptance within texts, the way our own engine counts it. Return None if the
-    rounds of a text are unknown, or if there are none with proposals.
+    """Compute the acceptance within texts, as the native engine counts it. Return None if the
+    rounds of a text are unknown, or if no round has proposals.
 
-    Our engine never proposes the last allowed token of a text, and does not count proposals past
-    the end of a text. A server may do both, so its rounds are cut accordingly.
+    The native engine never proposes the last allowed token of a text, and does not count proposals
+    past the end of a text. A server may include both, so its rounds are truncated accordingly.
     """
     drafts = accepted = 0
     for sample in samples:
@@ -164,8 +164,8 @@ def served_metrics(done: Sequence[Sample], key: Key) -> Metrics:
 
 
 def remarks_of(samples: Iterable[Samples]) -> list[Notice]:
-    """Return each warning about servers once, with the number of samples and the first sample's
-    prompt."""
+    """Return one warning for each kind of remark about servers, with the number of samples that
+    have it and the prompt of the first one."""
     found: dict[str, list[Sample]] = {}
     for of in samples:
         for sample in of.values():

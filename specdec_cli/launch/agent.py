@@ -2,8 +2,8 @@
 then forks the ranks.
 
 Forked ranks share these imports, so a rank starts in a tenth of a second instead of four seconds.
-The agent waits for all ranks and records the order in which they end, because the first rank to
-fail is the cause of a failure. This module is run as a file.
+The agent waits for all ranks and records the order in which they end, because the
+rank that fails first usually makes the others fail. This module is run as a script.
 """
 
 import atexit
@@ -58,12 +58,15 @@ def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
     import ctypes  # imported here to keep --help fast
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-    if os.getppid() != parent:  # the parent was gone before the call
+    if os.getppid() != parent:  # the parent ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(arguments: list[str]) -> None:
-    """Run `python -m MODULE` once per rank: agent.py PARENT_PID FOLDER NUM_RANKS MODULE..."""
+    """Run `python -m MODULE` once per rank.
+
+    Usage: agent.py PARENT_PID FOLDER NUM_RANKS MODULE...
+    """
     parent, folder, num_ranks, *program = arguments
     die_with(int(parent))
     package = str(Path(__file__).parents[2])
@@ -75,7 +78,8 @@ def main(arguments: list[str]) -> None:
         # The ranks will meet the same error and report it.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    gc.freeze()  # else a rank's garbage collection writes to shared pages, which copies them
+    # Otherwise, garbage collection in a rank would write to shared pages, which copies them.
+    gc.freeze()
     gc.enable()
 
     ranks: dict[int, int] = {}  # ranks by process id
@@ -90,14 +94,14 @@ def main(arguments: list[str]) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
-    # The kernel ends a rank with this process only once the rank has called `die_with`. Until every
-    # rank has done so, the end of the parent must not kill this process, but send it SIGTERM, whose
-    # handler kills the ranks.
+    # When this process ends, the kernel kills only those ranks that have called `die_with`. Until
+    # every rank has called it, the kernel must not kill this process when the parent ends, but send
+    # it SIGTERM, whose handler kills the ranks.
     tied, tie = os.pipe()
     signal.signal(signal.SIGTERM, end_ranks)
     die_with(int(parent), signal.SIGTERM)
-    # Block SIGTERM while forking: no rank must run the inherited handler, and the handler must not
-    # run before it knows every rank.
+    # Block SIGTERM while forking: ranks must not run the inherited handler, and the handler must
+    # not run before it knows every rank.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     # Python warns that forking a process with threads is unsafe. The only threads are OpenBLAS's,
     # and OpenBLAS ends them before a fork.

@@ -46,7 +46,7 @@ class Agreement:
         except RuntimeError:
             if problem is None:
                 raise
-            raise problem from None  # the others are waiting for us inside a collective
+            raise problem from None  # other ranks wait for this one inside a collective
         failed = [bool(row[0]) for row in rows]
         if any(failed) and not (all(failed) and self._are_together()):
             raise problem or PeersMissing("another rank failed")

@@ -30,11 +30,11 @@ def main(mark: str, seconds: str, *command: str) -> int:
     libc, own = ctypes.CDLL(None), os.getpid()
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
-    def tied() -> None:  # runs in the command's process, and lets it die with this one
+    def tied() -> None:  # runs in the child: the kernel kills it when this process ends
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != own:
             os._exit(1)
-        for number in _IGNORED:  # else the command would inherit SIG_IGN and ignore the stop
+        for number in _IGNORED:  # otherwise the command would inherit SIG_IGN and ignore SIGTERM
             signal.signal(number, signal.SIG_DFL)
 
     for number in _IGNORED:

@@ -217,7 +217,7 @@ class PeerWatch:
         self._timeout_s = timeout_s
         self._next = 0.0
         now = time.monotonic()
-        # The last beat of each watched rank, and the time at which it came.
+        # The last beat of each watched rank, and the time at which it arrived.
         self._seen = {
             peer: (Beat(peer, 0, now, now, 0, BUSY, False, "its start"), now)
             for peer in (range(1, size) if rank == 0 else (0,))
@@ -242,7 +242,7 @@ class PeerWatch:
         others = [_here(beat, came) for beat, came in self._seen.values()]
         if own.rank == 0:
             return find_stuck([own, *others], self._size, now, self._timeout_s)
-        # Only rank 0 sees all ranks, so another rank only checks that rank 0 is alive.
+        # Only rank 0 sees all ranks, so the other ranks only check that rank 0 is alive.
         gone = (b for b in others if is_frozen(b, now) and now - b.at > self._timeout_s)
         return next(gone, None)
 

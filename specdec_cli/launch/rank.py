@@ -89,7 +89,7 @@ class Rank:
             with contextlib.suppress(ValueError):  # only the main thread may set handlers
                 signal.signal(number, lambda *_: asked.set())
         if self.seat.folder is not None:
-            with contextlib.suppress(FileNotFoundError):  # the parent knew the cause and ended
+            with contextlib.suppress(FileNotFoundError):  # the parent has deleted the folder
                 write_report(self.seat.folder, report)
             if report.end is End.LOST_PEERS:
                 asked.wait(_LINGER_S)
@@ -161,8 +161,8 @@ class Rank:
         try:
             return self.watch.exchange(beat)
         except RuntimeError:
-            # The store is gone, perhaps because the run is over. Or rank 0 is frozen, and its store
-            # with it: then the call has waited until its timeout.
+            # Either the store is gone, perhaps because the run is over, or rank 0 and its store are
+            # frozen. In the second case, the call has waited until its timeout.
             self.watch = None
             if time.monotonic() - asked_at < limit_s:
                 return None

@@ -75,8 +75,8 @@ def _start(
         env[seat.THREADS] = str(max(1, threads // num_ranks))
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        # A separate session: a terminal's Ctrl-C then reaches only this process, which ends the
-        # ranks itself.
+        # Use a separate session, so that a terminal's Ctrl-C reaches only this process, which then
+        # ends the ranks itself.
         return subprocess.Popen(command, env=env, start_new_session=True)
     except OSError as problem:
         raise SetupError(f"cannot start {num_ranks} ranks: {problem.strerror}") from problem

@@ -47,8 +47,8 @@ class Report:
 
     @property
     def explained(self) -> str | None:
-        """The message, prefixed with the rank's number unless the error is the same on all ranks,
-        as bad usage is. None if there is no message."""
+        """The message, prefixed with the rank's number unless the error is the same on all ranks
+        (for example, bad usage). None if there is no message."""
         is_alike = self.is_common or self.code in (ExitCode.USAGE, ExitCode.PARTIAL)
         if self.message is None or is_alike:
             return self.message
@@ -100,7 +100,7 @@ def gone(rank: int, exit_code: int, at: float, last_words: str = "") -> Report:
             hint = hint or "the system kills processes when memory runs out; see its log"
         elif name == "SIGABRT":
             end = End.ABORTED
-    elif exit_code in (ExitCode.SIGINT, ExitCode.SIGTERM):  # the rank was stopped during its start
+    elif exit_code in (ExitCode.SIGINT, ExitCode.SIGTERM):  # the rank was stopped while starting
         end, message = End.STOPPED, "was stopped"
     else:
         message = f"ended without a report (exit code {exit_code}) before the run was done"

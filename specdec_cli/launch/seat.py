@@ -41,7 +41,7 @@ class Seat:
 
     def __post_init__(self) -> None:
         if self.rank >= self.size:
-            raise UsageError(f"rank {self.rank} does not exist among {self.size} ranks")
+            raise UsageError(f"rank {self.rank} is out of range: there are {self.size} ranks")
 
 
 def find_seat(environ: Mapping[str, str]) -> Seat | None:
@@ -126,7 +126,7 @@ def _integer(
         return default
     if text is None or not re.fullmatch(r"[0-9]{1,10}", text.strip()) or int(text) < least:
         raise UsageError(
-            f"{name}={text or ''} is not a number of {least} or more",
+            f"{name}={text or ''} is not an integer of at least {least}",
             "start the ranks with torchrun or srun, which set it",
         )
     return int(text)

@@ -21,7 +21,7 @@ SPINS = "GOMP_SPINCOUNT"
 _POLICY = "OMP_WAIT_POLICY"
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _ALONE, _CROWDED = 20_000, 100  # spins; libgomp's own default is 300,000
-_OTHERS = 0.3  # processors: other work that takes no more from torch's threads is ignored
+_OTHERS = 0.3  # ignore other work that takes at most this many processors from torch's threads
 _UNSURE = 0.1  # tolerated error in the measured number of used processors
 _WINDOW = 0.25  # minimum time over which other work is measured, in seconds
 

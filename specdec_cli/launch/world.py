@@ -176,16 +176,17 @@ class World:
 def join(place: Place, num_ranks: int, *, device: str, timeout_s: float) -> Iterator[World]:
     """Join `num_ranks` ranks and, if there are several, initialise torch.distributed.
 
-    device: the recipe's `run.device`. NCCL connects GPUs, one per rank; gloo connects CPUs. At the
-    end of the block every rank waits for the others; after an exception no rank waits. Raises
-    `UsageError` if a different number of ranks was started, and `SetupError` if there are too few
-    GPUs or the ranks cannot connect.
+    At the end of the block every rank waits for the others; after an exception no rank waits.
+    Raises `UsageError` if a different number of ranks was started, and `SetupError` if there are
+    too few GPUs or the ranks cannot connect.
+
+    device: the recipe's `run.device`. NCCL connects GPUs, one per rank; gloo connects CPUs.
     """
     rank, seat = place.rank, place.seat
     if seat is not None and seat.size != num_ranks:
         raise UsageError(
             f"the recipe needs {counted(num_ranks, 'rank')} "
-            f"(target.tensor_parallel_size); {seat.started_by} started {seat.size}",
+            f"(target.tensor_parallel_size), but {seat.started_by} started {seat.size}",
             f"let {seat.started_by} start {num_ranks}, or change --target-tp",
         )
     if rank is None:
@@ -223,7 +224,7 @@ def _device(seat: Seat, wanted: str) -> str:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return "cpu"
     count = torch.cuda.device_count()
-    # Slurm may make only its own GPU visible to each task; its index is then 0.
+    # Slurm may make only one GPU visible to each task; the index of this GPU is then 0.
     index = 0 if count == 1 and seat.started_by == "srun" else seat.local_rank
     if index >= count:
         raise TooFewGPUsError(
@@ -241,10 +242,10 @@ def _meet(rank: Rank, device: str, timeout_s: float) -> None:
 
     seat = rank.seat
     local_rank = seat.local_rank if device == "cpu" else int(device.removeprefix("cuda:"))
-    os.environ |= {  # torch reads torchrun's names, which srun does not set
+    os.environ |= {  # torch reads these variables, which torchrun sets but srun does not
         "RANK": str(seat.rank),
         "WORLD_SIZE": str(seat.size),
-        "LOCAL_RANK": str(local_rank),  # also the index of the GPU
+        "LOCAL_RANK": str(local_rank),  # with GPUs, the index of this rank's GPU
         "LOCAL_WORLD_SIZE": str(seat.local_size),
         "MASTER_ADDR": seat.address,
         "MASTER_PORT": str(seat.port),
@@ -280,7 +281,7 @@ def _meet(rank: Rank, device: str, timeout_s: float) -> None:
     except (RuntimeError, ValueError, OSError) as problem:
         where = f"{seat.address}:{seat.port}" if seat.folder is None else str(seat.folder)
         raise PeersMissing(
-            f"could not meet the other ranks at {where}: {first_line(problem)}",
+            f"could not connect to the other ranks at {where}: {first_line(problem)}",
             "check that every rank was started, and that all of them can reach this address",
         ) from problem
     # Use a long timeout while models load, which may take much longer on some ranks than on others.

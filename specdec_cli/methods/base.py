@@ -27,7 +27,6 @@ class MethodParts:
     """The arguments from which a method makes its proposer on this rank.
 
     speculation: the recipe's `speculation` section.
-
     draft: a `PagedModel`, or the method's own kind of draft; None if this rank holds no part of it.
     draft_max_len: the draft's context length; 0 without a draft.
     described: the draft's description, which every rank has; None without a draft.

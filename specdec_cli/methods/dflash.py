@@ -92,12 +92,15 @@ class DFlash(HeadProposer):
         for place in range(draft.k):
             if draft.is_over:
                 return
-            added, confidence, memory = head.markov(rows[:, place], before, memory)
+            of_token = rows[:, place], logits[:, place]
+            judged = head.markov(
+                *of_token, before, memory, needs_confidence=draft.doubt is not None
+            )
             if draft.doubt is not None:
-                assert confidence is not None, "only a drafter with confidences has this policy"
-                draft.end_before(draft.doubt(confidence)[:, None], place)
-            drawn = logits[:, place] if added is None else logits[:, place] + added
-            before = draft.draw(drawn, head.ids).clamp(min=0)
+                told = judged.confidence
+                assert told is not None, "only a drafter with confidences has this policy"
+                draft.end_before(draft.doubt(told)[:, None], place)
+            before, memory = draft.draw(judged.logits, head.ids), judged.memory
 
 
 def _make(parts: MethodParts) -> DFlash:
@@ -115,8 +118,7 @@ def estimate_bytes(size: RoundSize) -> MethodBytes:
 
 
 def describe(place: DraftPlace) -> HeadDescription:
-    """Describe the drafter that is stored in the draft's folder. All supported config formats are
-    accepted."""
+    """Describe the DFlash or DSpark drafter that is stored in the draft's folder."""
     keeps_width = place.speculation.block_width == "trained"
 
     def read(name: str, folder: Path, _: int) -> DFlashConfig:

@@ -114,9 +114,10 @@ def _told(rounds: list[_Round]) -> Forecast:
 class _Replay:
     """Runs rounds with K = k along `tokens`.
 
-    begun: how many tokens have been fed to the proposer.
-    fed: how many tokens have been fed to the target.
-    features: [T, F], the target's hidden states of the last T of the `begun` tokens, or None.
+    begun: the number of tokens that have been fed to the proposer.
+    fed: the number of tokens that have been fed to the target.
+    features: [T, F], the target's hidden states for the last T of the first `begun` tokens, or
+        None.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class _Replay:
         ahead = max(self.k, self.proposer.ahead(self.k))
         touched = allocator.blocks_for((size if self.proposer.is_paged else reach) + ahead + 1)
         spare: list[int] = []
-        # Rounds near the text's end propose past it, as far as there are blocks.
+        # Rounds near the text's end propose past it, as far as the free blocks allow.
         room = min(reach + ahead, allocator.num_free * size)
         allocator.extend(self.text.block_table, max(reach, room))
         try:
@@ -177,8 +178,8 @@ class _Replay:
         return max(0, n - 2) // self.teacher.allocator.block_size if self.proposer.is_paged else 0
 
     def _copy(self, n: int, own: list[int]) -> Sequence:
-        """Return a sequence of the text's first n tokens. Its block table begins with the text's
-        blocks, as many as can be shared, and continues with the blocks in `own`."""
+        """Return a sequence of the text's first n tokens. Its block table holds as many of
+        the text's blocks as can be shared, followed by the blocks in `own`."""
         table = [*self.text.block_table[: self._shared(n)], *own]
         prompt = self.text.num_prompt_tokens
         return Sequence(n, self.text.tokens[:n], prompt, n + self.k + 1, table, draft_kv=n - 1)
@@ -219,7 +220,7 @@ class _Replay:
         reach, idle = len(tokens), state.num_slots - len(starts)
         scored = cache(partial(self._score, starts.start - 1, min(starts.stop + k - 1, reach) - 1))
         if self.teacher.parallel.size > 1 and not self.params.is_greedy:
-            scored()  # all ranks must join this pass, even those that draw nothing
+            scored()  # all ranks must join this pass, even those that propose nothing
         written = [[*tokens[n : n + k], *[0] * k][:k] for n in starts] + [[0] * k] * idle
         most = len(self.text.block_table) * self.teacher.allocator.block_size
         most = min(most, self.proposer.max_len)
@@ -249,7 +250,7 @@ class _Replay:
             yield _Round(tuple(told), lens[i], is_drawn, overlap[i] if told else 0.0)
 
     def _score(self, start: int, stop: int) -> torch.Tensor:
-        """Return the target's logits after the tokens from `start` to `stop`."""
+        """Return the target's logits for the tokens at positions `start` + 1 to `stop`."""
         prefill(self.teacher.target, self.text, self.fed, start, self.teacher.prefill_chunk)
         self.fed = stop
         logits = logits_of(self.teacher.target, self.text, start, stop)

@@ -21,8 +21,8 @@ from specdec_cli.models.heads.mtp.draft import describe_mtp
 class ChainedModules(Proposer):
     """Draws one token from each module in turn.
 
-    Texts cannot share cache blocks: a module also reads outputs of the previous module, which are
-    stored per block, and possibly with another block than the one that holds the module's own keys.
+    Texts cannot share cache blocks, because the blocks with a module's keys do not suffice: the
+    module also reads an output of the previous module, which may be stored with another block.
     """
 
     def __init__(self, chain: MtpChain, feature_layers: tuple[int, ...], max_len: int) -> None:
@@ -34,8 +34,8 @@ class ChainedModules(Proposer):
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
         """Propose one token per module. Module 0 needs no pass, because `commit` kept its output.
-        Module i first runs over the i rows that embed proposals, from position length - 1 - i
-        on."""
+        Module i first runs over the i rows that embed proposals. They start at position
+        length - 1 - i."""
         heads = self.chain.heads
         x, rows, step = heads[0].carried(state), None, 0
         tokens = x.hidden.new_zeros(len(x.hidden), 0, dtype=torch.int64)

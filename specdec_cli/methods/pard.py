@@ -2,7 +2,7 @@
 tokens at the positions of mask tokens.
 
 One causal pass gives all proposals. It feeds the tokens that are missing from the cache, and then
-K - 1 mask tokens. The pass is causal, so a smaller K leaves the first proposals the same. The
+K - 1 mask tokens. The pass is causal, so a smaller K does not change the first proposals. The
 masks' keys and values in the cache are later overwritten by those of decided tokens.
 """
 
@@ -51,7 +51,7 @@ class Pard(DraftModel):
         positions hold the keys and values of masks."""
         return n
 
-    forecast = Proposer.forecast  # not `DraftModel`'s, which feeds the text without masks
+    forecast = Proposer.forecast  # `DraftModel`'s would feed the text without masks
 
 
 def _make(parts: MethodParts) -> Pard:
@@ -76,7 +76,7 @@ def _check(draft: Description) -> Description:
     if type(token) is not int or not 0 <= token < draft.vocab_size:
         raise SetupError(
             f"config.json of the PARD draft {draft.spec.name}: {_KEY} is {shown(token)}: it must "
-            f"be one of {draft.vocab_size} ids"
+            f"be a token id below {draft.vocab_size}"
         )
     return replace(draft, drafts_at_once=True)
 

@@ -4,7 +4,7 @@ one pass per proposal.
 The input of the causal pass is one row for each token that the last round decided, with the
 target's hidden state, followed by K - 1 mask rows. The rows of decided tokens are stored after a
 round and wait for the next round's pass, so they are called waiting rows. The pass is causal, so a
-smaller K leaves the first proposals the same. The masks' keys and values in the cache are later
+smaller K does not change the first proposals. The masks' keys and values in the cache are later
 overwritten by those of decided tokens. Legend: B slots, K proposal length, W maximum number of
 waiting rows, H hidden size of the head.
 """

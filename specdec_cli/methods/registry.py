@@ -8,8 +8,8 @@ from specdec_cli.recipe.choices.registry import METHODS
 
 
 def method_of(speculation: SpeculationSection) -> Method:
-    """Return the method that a recipe names, from its plugin or else from `METHOD` in the module
-    with its name."""
+    """Return the method that a recipe names: a plugin's method, or else `METHOD` in the built-in
+    module of that name."""
     name = speculation.method
     found: Method = METHODS[name].code or import_module(f"specdec_cli.methods.{name}").METHOD
     return found

@@ -44,8 +44,8 @@ class HeadProposer(Proposer):
         self, state: BatchState, verdict: Verdict, target: TargetOutput
     ) -> ops.Normed | None:
         """Run the head over all B * (K + 1) rows of the target's scoring pass, with the target's
-        hidden states. The first row of a slot is that of the last token before the round. Return
-        the head's output for these rows, or None without a head."""
+        hidden states. A slot's first row belongs to the last token before the round. Return the
+        head's output for these rows, or None without a head."""
         if self.head is None:
             return None
         assert target.features is not None, "the target must return hidden states"

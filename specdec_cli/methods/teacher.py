@@ -109,14 +109,16 @@ def acceptance(
     vocab_size: int,
     params: SamplingParams,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two values for each written token, fp32 [M] each: min(1, q / p) for the token, and the
-    sum of min(p, q) over the vocabulary. Here q is the draft's distribution and p the target's.
+    """Return two values for each of M output tokens, fp32 [M] each: min(1, q / p) for the token,
+    and the sum of min(p, q) over the vocabulary. Here q is the draft's distribution and p the
+    target's.
 
-    If decoding is greedy, both values are 1 where the draft's choice is the written token, else 0.
+    If decoding is greedy, both values are 1 where the draft chooses the output token, and 0
+    elsewhere.
 
     drafted: the draft's logits [M, V'].
     scored: the target's logits [M, V]; None if decoding is greedy.
-    written: int64 [M].
+    written: int64 [M], the output tokens.
     vocab_size: V.
     """
     # Truncate the logits of a draft with a different vocabulary size, or pad them with probability
@@ -135,7 +137,7 @@ def acceptance(
 @torch.inference_mode()
 def last_logits(teacher: Teacher, tokens: Values[int], width: int, num_prompt: int) -> torch.Tensor:
     """Return the target's logits for the token that follows `tokens`, fp32 [V]. They are valid only
-    on rank 0. The last `width` tokens are fed in one pass, and those before in prefill passes."""
+    on rank 0. The last `width` tokens are fed in one pass, and earlier ones in prefill passes."""
     seq = Sequence(0, list(tokens), num_prompt, len(tokens))
     teacher.allocator.extend(seq.block_table, len(tokens))
     try:

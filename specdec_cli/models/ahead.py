@@ -1,5 +1,5 @@
-"""Check a model's folder before any rank is started, so that a bad model is reported without the
-seconds that starting ranks takes. This module does not import torch."""
+"""Check a model's folder before any rank is started, so that a bad model is reported at once:
+starting the ranks takes seconds. This module does not import torch."""
 
 from specdec_cli.models.config_file import config_file
 from specdec_cli.models.refusals import Indivisible

@@ -86,14 +86,14 @@ def _dispatch(
     s_aux: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Call the attention that is attached to `module`. transformers sets this signature.
+    """Call the attention that is attached to `module`. transformers defines this signature.
 
     query, key, value: [1, heads, T, dim].
     attention_mask: must be None.
 
     Returns [1, T, heads, dim] and None. Raises `NotPlainAttention` for arguments that paged
     attention does not support. Settings such as the sliding window are taken from the call's
-    arguments, because the `sliding_window` attribute of some layers is outdated.
+    arguments, because a layer's `sliding_window` attribute may differ from them.
     """
     if attention_mask is not None:
         raise NotPlainAttention("its layers compute an attention mask of their own")
@@ -142,7 +142,7 @@ def attend_by_handle(
     sinks: Tensor | None,
     causal: bool,
 ) -> Tensor:
-    """`PagedAttention.attend` as an opaque operator for compiled graphs."""
+    """Run `PagedAttention.attend` as an opaque operator in compiled graphs."""
     call = ops.AttentionCall(scale, sliding_window, softcap, sinks, causal)
     return _by_handle[handle].attend(layer, query, key, value, call)
 

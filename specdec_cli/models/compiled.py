@@ -1,4 +1,4 @@
-"""Compiled forward passes that never fall back to eager mode unnoticed.
+"""Compiled forward passes that never silently fall back to eager mode.
 
 If Dynamo has compiled the same code object too often, it silently runs it in eager mode. So every
 compiled function has a code object of its own and is compiled only once, as one whole graph. Each

@@ -1,5 +1,5 @@
 """Read a model's settings from its own files: config, dtype, maximum sequence length and
-end-of-text ids."""
+end-of-sequence token ids."""
 
 import json
 from pathlib import Path
@@ -84,8 +84,8 @@ def _stretched(config: Any, length: int) -> int:
 
 
 def eos_ids_of(config: Any, place: Path) -> frozenset[int]:
-    """Return the ids that end a text, from the generation config or else from the model's config.
-    Raises `SetupError` if they are not numbers."""
+    """Return the end-of-sequence token ids from the generation config or, if it has none, from the
+    model's config. Raises `SetupError` if they are not numbers."""
     eos = getattr(config, "eos_token_id", None)
     stored = generation_config(place).get("eos_token_id")
     eos = eos if stored is None else stored

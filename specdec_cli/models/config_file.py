@@ -1,7 +1,7 @@
 """Check the numbers in a model's config before transformers reads it and makes a module for each
 layer.
 
-Does not import torch.
+This module does not import torch.
 """
 
 import json
@@ -78,7 +78,8 @@ def json_object(file: Path, told: str) -> dict[str, Any]:
 
 
 def is_lfs_pointer(file: Path) -> bool:
-    """True if the file is the short text that replaces a large file in a clone without Git LFS."""
+    """Return True if the file is the short text that replaces a large file in a clone without Git
+    LFS."""
     with suppress(OSError), file.open("rb") as opened:
         return opened.read(len(_LFS_POINTER)) == _LFS_POINTER
     return False

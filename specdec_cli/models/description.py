@@ -47,7 +47,7 @@ class Description(Unfilled):
     layers: the cache shape of each layer. With several ranks, `layers` and `module` have only this
         rank's part of the heads and matrices.
     device: the device on which to load the model.
-    hidden_layers: the layers whose hidden states the run needs, see `PagedModel`.
+    hidden_layers: the layers whose hidden states the run needs; see `PagedModel`.
     reach: the maximum number of tokens in a text; rotary tables have this length.
     shared, shared_bytes: see `models.draft.Draft`.
     drafts_at_once: whether the model, as a draft, proposes all tokens of a round in one pass over
@@ -110,7 +110,7 @@ class Description(Unfilled):
 
     def loaded_bytes(self, *, is_compiled: bool) -> int:
         """Return the bytes that the loaded model takes. If its layers are fused, this includes the
-        rotary tables and, on a CPU, the second copies of weights that are kept in two forms."""
+        rotary tables and, on a CPU, the second copies of weights kept both packed and unpacked."""
         found = self.weight_bytes
         if not is_compiled and is_fusable(self.module):
             turns = num_turns(self.module) * self.layers[0].key_dim
@@ -188,7 +188,7 @@ class Description(Unfilled):
 
 @dataclass(frozen=True, slots=True)
 class DraftPlace:
-    """The arguments from which a method describes its draft.
+    """The arguments that a method needs to describe its draft.
 
     spec, device, parallel: the draft's spec, device and ranks.
     target: the target's description, with its tensors on meta.

@@ -25,7 +25,7 @@ class Loaded(Protocol):
     def storages(self) -> dict[int, int]: ...
 
     def use(self, cache: KVCache) -> None:
-        """From now on, store keys and values in `cache`."""
+        """Store keys and values in `cache` from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Draft(Protocol):
     vocab_size: the number of ids that it can propose.
     feature_layers: the target's hidden states that it reads. A draft that reads none has its own
         vocabulary and tokenizer.
-    weight_bytes: the bytes of its weights, without those that it borrows from the target.
+    weight_bytes: the bytes of its weights, excluding those that it borrows from the target.
     notes: facts about the draft for the record of a run, by name.
     has_confidence: whether it estimates, before it draws a token, the probability that the token is
         accepted.
@@ -121,7 +121,7 @@ class Draft(Protocol):
 
     def loaded_bytes(self, *, is_compiled: bool) -> int:
         """Return the bytes that the loaded draft takes: its tables and weights, including second
-        copies of weights that are kept in two forms."""
+        copies of weights kept both packed and unpacked."""
         ...
 
     def passes(self, k: int) -> Passes:

@@ -14,7 +14,7 @@ _DEFAULT = SpeculationSection().method
 def with_method(recipe: Recipe, *, is_free: bool = False) -> Recipe:
     """Return the recipe with the speculation method that its draft's config.json calls for.
 
-    is_free: whether to replace even a method that the recipe names.
+    is_free: whether the method may be replaced even if the recipe names one.
 
     The recipe is returned unchanged if it has no draft, or if the config is missing or damaged;
     loading the draft then reports the error. Raises `UsageError` if the recipe names a method that

@@ -58,7 +58,7 @@ def _of_gguf(file: Path, load_format: str) -> Iterator[bytes]:
 def _header_bytes(file: Path) -> int:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-    return 8 + length if 8 + length <= file.stat().st_size else 0  # loading reports damaged files
+    return 8 + length if 8 + length <= file.stat().st_size else 0  # damaged; loading reports it
 
 
 def _pieces(file: Path, begin: int) -> Iterator[bytes]:

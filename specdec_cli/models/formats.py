@@ -63,7 +63,7 @@ class Scheme(NamedTuple):
         return None
 
     def leaves(self, path: str) -> bool:
-        """True if the config excludes a module from quantisation."""
+        """Return True if the config excludes a module from quantisation."""
         return any(
             f".{entry}." in f".{path}." or fnmatchcase(path, entry) or _matches(entry, path)
             for entry in self.left
@@ -232,7 +232,7 @@ def _modelopt(settings: Settings, model: str) -> Scheme:
 
 
 def _mxfp4(settings: Settings, model: str) -> Scheme:
-    """Return the format of gpt-oss's experts, whose tensors end in `_blocks` and `_scales`."""
+    """Return the format of gpt-oss's experts, whose tensor names end in `_blocks` and `_scales`."""
     group = Matrices(Storage(MXFP4, (1, 32), scales=torch.uint8), BLOCKS)
     return Scheme((group._replace(targets=(r"re:.*\.experts\.",)),))
 

@@ -33,7 +33,7 @@ from specdec_cli.models.split_products import SplitProducts
 
 
 def is_fusable(module: Any) -> bool:
-    """True if `FusedForward` supports `module`. The module may be on meta."""
+    """Return True if `FusedForward` supports `module`. The module may be on meta."""
     return family_of(module) is not None
 
 
@@ -161,8 +161,8 @@ def bytes_held_twice(module: Any) -> int:
 @torch.inference_mode()
 def _recorded_calls(module: Any) -> list[ops.AttentionCall]:
     """Run a pass through the original layers and return the arguments that each layer passes to
-    attention. They are recorded in a pass, because the attributes of the attention modules may not
-    match what the modules pass."""
+    attention. They are recorded in a real pass, because the attributes of the attention modules may
+    differ from them."""
     recorder = Recorder()
     attach(module, recorder)
     token = torch.zeros(1, 1, dtype=torch.int64, device=module.device)

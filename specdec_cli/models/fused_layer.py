@@ -94,14 +94,14 @@ def fusable_family(module: Any) -> Family:
 
 
 def has_experts(layer: Any) -> bool:
-    """True if a transformers layer has a mixture of experts instead of an MLP."""
+    """Return True if a transformers layer has a mixture of experts instead of an MLP."""
     return hasattr(layer.mlp, "experts")
 
 
 def dense_mlp(layer: Any) -> Any:
     """Return the MLP that all tokens pass through: the layer's own MLP or its shared experts; None
     if there is neither. Shared experts run as an MLP, because the kernel for routed experts would
-    take longer for an expert that all tokens use than for any other."""
+    spend longer on an expert that all tokens use than on any other."""
     return getattr(layer.mlp, "shared_experts", None) if has_experts(layer) else layer.mlp
 
 

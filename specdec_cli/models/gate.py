@@ -15,7 +15,7 @@ from specdec_cli.models.refusals import Unsupported
 from specdec_cli.text import one_line, reason_of
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Rotary tables of these types depend on the longest position in the batch, so a sequence's logits
+# Rotary tables of these types depend on the largest position in the batch, so a sequence's logits
 # would depend on its neighbours.
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 _PROBE_TOKENS = 3
@@ -82,7 +82,8 @@ def rope_settings(config: Any) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def probe(model: Any, name: str) -> list[LayerShape]:
-    """Check a model by a pass on the meta device. Returns the cache shapes of the layers in order.
+    """Check a model by running a pass on the meta device. Returns the cache shapes of the layers in
+    order.
 
     Raises `Unsupported` unless each layer calls our attention once and nothing else mixes tokens.
     """

@@ -14,16 +14,16 @@ from specdec_cli.recipe import Recipe, SamplingSection
 from specdec_cli.text import of_many, shown
 
 FILE, CONFIG = "generation_config.json", "config.json"
-# The defaults of transformers' `generate` for keys that the file lacks. `_DRAW` applies only if the
-# file has `do_sample`.
+# The defaults of transformers' `generate` for keys that the file lacks. `_DRAW` applies only if
+# `do_sample` is true.
 _PROCESSING: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "suppress_tokens": (),
     "min_new_tokens": 0,
 }
 _DRAW: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
-# Keys that change the generated text but are not supported here, each with the value that changes
-# nothing. None and False never change anything.
+# Keys that change the generated text but are not supported here, each with the value that has no
+# effect. None and False never have an effect.
 _UNSUPPORTED_DRAW: dict[str, Any] = {
     "min_p": 0,
     "top_h": None,

@@ -1,10 +1,10 @@
-"""Limits on the harm that a model's tokenizer files can do. File sizes and text lengths are
-limited, and so are chat templates and calls of native code.
+"""Limits on the harm that a model's tokenizer files can do. The limits apply to file sizes,
+text lengths, chat templates and calls to native code.
 
 A chat template is a program and may never end, so its time and memory are limited. Native code
-cannot be interrupted, its panics are not an `Exception`, and it aborts the process when memory runs
-out. So it is called only after checking that it cannot make a text too long, and in a thread that
-is abandoned after a time limit.
+cannot be interrupted, its panics do not derive from `Exception`, and it aborts the process when
+memory runs out. So it is called only after checking that it cannot make a text too long, and in a
+thread that is abandoned after a time limit.
 """
 
 import fcntl
@@ -63,7 +63,9 @@ def growth_of(steps: Any, part: str) -> int:
             texts = (len(str(one.get(key, ""))) for key in ("content", "prepend"))
             growth *= max(1, *texts, _copies(one.get("single")))
         if growth > _MOST_GROWTH:
-            raise ValueError(f"its {part} can make a text over {_MOST_GROWTH} times as long")
+            raise ValueError(
+                f"its {part} can lengthen a text by a factor of more than {_MOST_GROWTH}"
+            )
         if count > _MOST_STEPS:
             raise ValueError(f"its {part} has over {_MOST_STEPS} steps")
     return growth
@@ -77,10 +79,11 @@ def _copies(template: Any) -> int:
 
 def check_length(length: int, growth: int) -> None:
     """Raise `ValueError` if a text of `length` characters would be too long after a tokenizer's
-    steps have made it `growth` times as long."""
+    steps have lengthened it by a factor of `growth`."""
     if growth > 1 and length * growth > MOST_CHARACTERS:
         raise ValueError(
-            f"it can make a text {growth} times as long, and there is one of {length} characters"
+            f"it can lengthen a text by a factor of {growth}, too much for a text of {length} "
+            "characters"
         )
 
 
@@ -116,7 +119,7 @@ def bounded(seconds: float, size: int) -> Iterator[None]:
 
 
 def is_panic(problem: BaseException) -> bool:
-    """True if native code panicked. Python sees a panic as a `BaseException`, not as an
+    """Return True if native code panicked. Python sees a panic as a `BaseException`, not as an
     `Exception`."""
     return type(problem).__name__ == "PanicException"
 
@@ -126,7 +129,7 @@ def refusing(
     error: Callable[[BaseException], Exception], passed: type[Exception]
 ) -> Iterator[None]:
     """Turn exceptions and panics in the block into the exception that `error` returns for them.
-    Exceptions of the type `passed` stay as they are."""
+    Exceptions of the type `passed` are raised unchanged."""
     try:
         yield
     except passed:

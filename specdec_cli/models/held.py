@@ -90,7 +90,7 @@ def borrowed_weights(draft: Any, target: Any, share: tuple[str, ...]) -> dict[st
     """Return the target's weights that a draft borrows, by their parameter names in the draft.
 
     share: the keys of `lendable` that say which modules' weights to borrow. Only the weights are
-    shared, not the modules themselves, because in some families these scale their outputs.
+    shared, not the modules themselves, because in some families the modules scale their outputs.
     """
     names = {id(module): name for name, module in draft.named_modules()}
     ours, theirs = lendable(draft), lendable(target)

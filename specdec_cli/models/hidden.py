@@ -30,7 +30,9 @@ def check_hidden_layers(module: Any, layers: tuple[int, ...]) -> None:
     if getattr(config, "altup_num_inputs", 1) > 1:
         raise SetupError(f"hidden states of {kind} cannot be used: there are several per token")
     if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
-        raise SetupError(f"hidden states of this {kind} cannot be used: their widths differ")
+        raise SetupError(
+            f"hidden states of this {kind} cannot be used: embeddings and layers differ in width"
+        )
 
 
 class HiddenStates:

@@ -64,7 +64,7 @@ def read_scales(
     if (scheme.get("num_bits", 8), scheme.get("type", "float")) != (8, "float"):
         raise SetupError(
             f"config.json of {spec.name}: quantization_config.kv_cache_scheme is "
-            f"{one_line(repr(scheme))}, and cache.dtype: fp8 takes floats of 8 bits",
+            f"{one_line(repr(scheme))}, but cache.dtype: fp8 needs 8-bit floats",
             _WITHOUT,
         )
     found = []
@@ -74,7 +74,7 @@ def read_scales(
             for side in "kv":
                 if (name := names.get((index, side))) is None:
                     raise SetupError(
-                        f"{spec.name} has scales for its KV cache, and layer {index} lacks "
+                        f"{spec.name} has scales for its KV cache, but layer {index} lacks "
                         f"{side}_scale",
                         _WITHOUT,
                     )
@@ -95,22 +95,22 @@ def _of_heads(
     """
     found, size = stored.float().flatten(), parallel.size
     if not (count := len(found)) or not bool(((found > 0) & found.isfinite()).all()):
-        raise SetupError(f"{told} has a value that is not a scale: {stored.tolist()}", _WITHOUT)
+        raise SetupError(f"{told} must have finite values above 0, not {stored.tolist()}", _WITHOUT)
     # A rank caches its share of the heads or, if there are more ranks than heads, one head that
     # several ranks share. In some families each rank caches all heads, so `count` equals `heads`.
     if count in (1, heads):
         return found.expand(heads)
     if count != heads * size and (heads != 1 or size % count):
         whole = heads * size
-        told = f"{told} has shape {list(stored.shape)}, and the model {whole} heads of keys"
+        told = f"{told} has shape {list(stored.shape)}, but the model has {whole} KV heads"
         raise SetupError(told, _WITHOUT)
     first = parallel.rank * count // size
     return found[first : first + heads]
 
 
 def _scales_in(spec: ModelSpec, place: Path) -> dict[tuple[int, str], str]:
-    """Return the names of a checkpoint's scales, by (layer index, "k" for keys or "v" for values).
-    There are none for dummy weights and GGUF files."""
+    """Return the names of a checkpoint's cache scales, by (layer index, "k" for keys or "v" for
+    values). Dummy weights and GGUF files have none."""
     if spec.load_format == "dummy" or is_gguf(place):
         return {}
     names: Collection[str] = tensor_names(place)

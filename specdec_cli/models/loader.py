@@ -130,7 +130,7 @@ ReadWeight = Callable[[Part | None], torch.Tensor | Stored]
 @contextmanager
 def _opened(description: Unfilled) -> Iterator[tuple[dict[str, ReadWeight], list[str]]]:
     """Open a model's files. Yields readers of the module's tensors, by the module's names, and the
-    names in the files that nothing uses."""
+    names of the tensors in the files that are not used."""
     module, spec, place = description.module, description.spec, description.place
     if is_gguf(place):
         header, held = read_model(place), stored_parameters(module)
@@ -226,10 +226,10 @@ def _fill(
                 done[id(meta)] = filled
                 came = value.codes if isinstance(value, Stored) else value
                 if came is not None and came.data_ptr() != filled.data_ptr():
-                    # Without this, later weights would be allocated in gaps of the freed source
-                    # buffers and keep those buffers reserved. With a 70B model on two GPUs, this
-                    # would waste 17 GiB. On a CPU that quantises the weights to fp8, it would take
-                    # three times their size.
+                    # Return the memory of the source buffer now. Otherwise, later weights would be
+                    # allocated in gaps of such freed buffers and keep them reserved. With a 70B
+                    # model on two GPUs, this would waste 17 GiB. When weights are quantised to fp8
+                    # on a CPU, loading would take three times their size.
                     left_on = came.device
                     del value, came
                     if filled.numel() >= LARGE:
@@ -255,8 +255,8 @@ def _placed(
 
 
 def _stored(module: Any) -> list[tuple[str, Any, str, torch.Tensor]]:
-    """Return the tensors of a module that a checkpoint holds, as (name, owning module, name in that
-    module, tensor). A tied tensor appears under each of its names."""
+    """Return the tensors in a module's state dict, as (name, owning module, name in that module,
+    tensor). A tied tensor appears under each of its names."""
     found = []
     for name, tensor in module.state_dict(keep_vars=True).items():
         prefix, _, leaf = name.rpartition(".")
@@ -332,7 +332,7 @@ def _checkpoint_source(
         if meta.is_floating_point() and not is_plain:
             lacks = "config.json does not say how" if method is None else no_scales(name, unused)
             raise SetupError(
-                f"{told(name)} of {spec.name} is quantised, and {lacks}",
+                f"{told(name)} of {spec.name} is quantised, but {lacks}",
                 "take the checkpoint that it was made from",
             )
         if is_whole and isinstance(value, torch.Tensor) and list(value.shape) == shape:
@@ -361,8 +361,8 @@ def _same(names: list[str], readers: dict[str, ReadWeight], spec: ModelSpec) -> 
         is_code = [tensor.element_size() == 1 for tensor in (first, again)]
         if is_code[0] != is_code[1] or not torch.equal(first, again):
             raise SetupError(
-                f"{names[0]} and {name} of {spec.name} differ, and config.json says that they are "
-                "one",
+                f"{names[0]} and {name} of {spec.name} differ, but config.json says that they are "
+                "the same",
                 "if they were trained apart, set tie_word_embeddings to false in config.json",
             )
     return partial(same, first)
@@ -370,7 +370,8 @@ def _same(names: list[str], readers: dict[str, ReadWeight], spec: ModelSpec) -> 
 
 def _wrong_shape(name: str, spec: ModelSpec, stored: list[int], wanted: list[int]) -> SetupError:
     return SetupError(
-        f"{name} of {spec.name} has shape {stored} in the weights and {wanted} by its config",
+        f"{name} of {spec.name} has shape {stored} in the weights, but its config requires "
+        f"{wanted}",
         "its config and the weights do not belong together",
     )
 

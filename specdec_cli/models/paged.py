@@ -100,8 +100,8 @@ class PagedModel:
 
     @property
     def mixtures(self) -> FusedForward | None:
-        """The fused form of the model if it has mixture-of-experts layers. The fused form counts
-        the experts that passes read. None if the model has no such layers or no fused form."""
+        """The fused form of the model, which counts the experts that passes read; None if the model
+        has no mixture-of-experts layers or no fused form."""
         return self.fused if self.fused is not None and self.fused.num_mixtures else None
 
     @property

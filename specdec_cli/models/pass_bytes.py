@@ -116,8 +116,8 @@ def _fused_layer(model: PassShapes, tokens: int) -> _LayerNumbers:
     return _LayerNumbers(
         common=2 * num_turns(model.module) * shape.key_dim + hidden,
         attention=max(hidden + qkv + max(2 * mixed, normed), mixed + streams),
-        # qkv and its rotated copy, then five tensors as wide as the queries: queries, keys, values
-        # and two results.
+        # qkv and its rotated copy; then queries, keys, values and two copies of the result, counted
+        # as if keys and values had as many heads as queries.
         gathered=hidden + 2 * qkv + max(5 * mixed, normed),
         mlp=_mlp_numbers(model, tokens, streams, family),
     )

@@ -3,15 +3,13 @@
 The device runs a short pass faster than the host can queue its kernels one by one, while a graph
 queues all of them at once. So the first pass of each width runs eagerly and is then captured, and
 later passes replay the graph. The inputs and results of a pass are at fixed addresses outside the
-graphs' memory pool. So graphs need not preserve anything in the pool, and graphs of several models
-can share one pool. Legend: W width of a pass (its padded number of tokens), B maximum number of
+graphs' memory pool. Graphs therefore need not preserve anything in the pool, and several models can
+share one pool. Legend: W width of a pass (its padded number of tokens), B maximum number of
 sequences.
 """
 
-import gc
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -19,6 +17,7 @@ from specdec_kernels.compile_ahead import is_ahead
 from torch import Tensor
 
 from specdec_cli.core.batch import ForwardBatch, Span
+from specdec_cli.core.garbage import garbage_stays
 from specdec_cli.core.packed import PackedInputs, Tokens
 from specdec_cli.core.sampling import next_tokens
 from specdec_cli.core.state import slot_counts
@@ -34,8 +33,8 @@ def width_of(num_tokens: int) -> int | None:
     return WIDTHS[place] if place < len(WIDTHS) else None
 
 
-# The number of multiplications that a GPU does while the host queues one layer's kernels. Hosts
-# take 0.4 to 0.9 ms, and an H200 does 350 multiplications per picosecond.
+# The number of multiplications that a GPU does while the host queues one layer's kernels. This
+# takes a host 0.4 to 0.9 ms, and an H200 does 350 multiplications per picosecond.
 _WHILE_QUEUED = 2.5e11
 
 
@@ -55,8 +54,8 @@ class Results(NamedTuple):
     hidden: [T, F], hidden states of all tokens.
     tokens: int64 [M], drawn from the logits. If tokens are drawn, `logits` is None.
     told: int64 [B], a buffer on the host whose first M entries are the same tokens. It contains
-        them from the end of this pass until the second pass after it, which uses the same buffer,
-        ends.
+        them from the end of this pass until the end of the second pass after it, which reuses the
+        buffer.
 
     If a `Body` returns them, `logits` and `hidden` include rows of padding.
     """
@@ -125,9 +124,10 @@ class PromptGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
-        # Unlike `torch.cuda.graph`, this does not collect garbage, which would take longer than the
-        # capture, and does not free memory, which the next pass needs again.
-        with torch.cuda.stream(self._stream), _garbage_stays():
+        # Unlike `torch.cuda.graph`, do not collect garbage before the capture, which would take
+        # longer than the capture, and do not free memory, which the next pass needs again. Collect
+        # no garbage during the capture either: freeing another graph, for example, could abort it.
+        with torch.cuda.stream(self._stream), garbage_stays():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 run()
@@ -140,19 +140,6 @@ class PromptGraphs:
         for passes in self._passes:
             passes.close()
         self._pool = self._stream = None
-
-
-@contextmanager
-def _garbage_stays() -> Iterator[None]:
-    """Turn garbage collection off during the block, because freeing another graph, for example,
-    could abort a capture."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @runtime_checkable
@@ -172,8 +159,8 @@ class PromptPasses:
         self._given: Tensor | None = None
         self._kept: dict[tuple[object, ...], Tensor] = {}
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Results]] = {}
-        # Pad the number of rows with logits to one of the batch sizes of rounds, because the
-        # kernels for those sizes are already compiled.
+        # Pad the number of rows with logits to one of the batch sizes that decoding rounds use,
+        # because the kernels for those sizes are already compiled.
         counts = (0, *slot_counts(inputs.num_sequences))
         self._num_rows = [
             next(n for n in counts if n >= count) for count in range(inputs.num_sequences + 1)
@@ -215,7 +202,8 @@ class PromptPasses:
             self.inputs.passed()
         else:
             logits, hidden, tokens, _ = self._first(key, draws)
-        # Slice only if it is necessary: right after a wait, it takes 70 us of the host's time.
+        # Slice only if necessary: for a tensor that was not used for a while, it takes the host
+        # 70 us.
         if num_rows != num_logits:
             logits, tokens = (None if t is None else t[:num_logits] for t in (logits, tokens))
         if width != count and hidden is not None:

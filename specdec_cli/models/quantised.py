@@ -95,7 +95,7 @@ def _matrices(
             )
         if scheme.leaves(path):
             raise _damaged(
-                f"{name} of {model} is quantised, and quantization_config.{scheme.left_key} says "
+                f"{name} of {model} is quantised, but quantization_config.{scheme.left_key} says "
                 "that it is not"
             )
         if group.form == PLAIN:
@@ -119,8 +119,8 @@ def _check_rest(
     unknown = [n for n in rest if not n.endswith(known) and n.rpartition(".")[0] in paths]
     if unknown:
         raise SetupError(
-            f"{one_line(min(unknown))} of {model} belongs to a quantised matrix and is not "
-            "understood",
+            f"{one_line(min(unknown))} of {model} belongs to a quantised matrix, but its format is "
+            "not supported",
             "take the checkpoint that it was made from",
         )
 
@@ -182,7 +182,7 @@ def _codes(own: Parts, group: Matrices, told: str, part: Part | None = None) -> 
             found = found.flatten(-2) if group.form == BLOCKS else found
             numbers = torch.stack((found & 15, found >> 4), -1).flatten(-2)
     if numbers.shape[-1] % 2:
-        raise SetupError(f"{told} has {numbers.shape[-1]} columns, but a byte holds two of them")
+        raise SetupError(f"{told} has {numbers.shape[-1]} columns, but their number must be even")
     return same(_signed(numbers) if group.storage.kind == INT8 else packed(numbers), part)
 
 
@@ -195,13 +195,13 @@ def _scales(
     if dtype == torch.uint8 and found.dtype != dtype:
         raise _damaged(f"{told} has scales that are {_said(found)}, not uint8")
     if found.dtype == torch.uint8 and bool((found == _NO_POWER).any()):
-        raise _damaged(f"{told} has scales that are not numbers ({_NO_POWER})")
+        raise _damaged(f"{told} has scales that are not numbers ({_NO_POWER} means NaN)")
     if dtype == torch.uint8:
         return same(found, part)
     if found.dtype == torch.uint8:  # exponents of powers of two
         found = (found.float() - 127).exp2()
     if not found.is_floating_point() or (dtype != torch.float32 and found.dtype != dtype):
-        raise _damaged(f"{told} has scales that are {_said(found)}, and others {dtype}")
+        raise _damaged(f"{told} has scales that are {_said(found)}, not {dtype}")
     found = found.to(dtype)
     if not bool(found.isfinite().all()):
         raise _damaged(f"{told} has scales that are not numbers (NaN or infinite)")
@@ -215,7 +215,7 @@ def _scales(
 
 def _zeros(own: Parts, group: Matrices, told: str, part: Part | None = None) -> torch.Tensor:
     if "zeros" not in own:
-        raise _damaged(f"{told} lacks its zeros, which quantization_config promises")
+        raise _damaged(f"{told} lacks its zeros, but quantization_config says that it has some")
     found, bits = own["zeros"](), 4 if group.storage.kind == INT4 else 8
     if group.form == PLAIN:
         if found.dtype != torch.int8:
@@ -246,7 +246,7 @@ def _check_no_zeros(found: torch.Tensor, group: Matrices, bits: int, told: str) 
         has_zeros = bool((numbers != 1 << bits - 1).any())
     if has_zeros:
         key = {GPTQ: "sym", AWQ: "zero_point"}.get(group.form, "config_groups.weights.symmetric")
-        raise _damaged(f"{told} has zeros, and quantization_config.{key} says that it has none")
+        raise _damaged(f"{told} has zeros, but quantization_config.{key} says that it has none")
 
 
 def _numbers(words: torch.Tensor, bits: int, told: str) -> torch.Tensor:
@@ -278,8 +278,8 @@ def _shape(found: torch.Tensor, numbers: torch.Tensor, told: str) -> tuple[int, 
     rows, columns = found.tolist() if is_whole else (0, 0)
     if rows != len(numbers) or not 0 <= numbers.shape[1] - columns < 8:
         raise _damaged(
-            f"{told} has shape {found.tolist()} by its weight_shape, and words for "
-            f"{list(numbers.shape)}"
+            f"the weight_shape of {told} is {found.tolist()}, but its packed words hold a matrix "
+            f"of shape {list(numbers.shape)}"
         )
     return rows, columns
 
@@ -293,8 +293,8 @@ def _check_order(own: Parts, group: Matrices, columns: int, told: str) -> None:
     places = torch.arange(columns) // (wide or columns)
     if not torch.equal(own["order"]().long(), places):
         raise _damaged(
-            f"{told} has an order of columns (g_idx), and quantization_config.desc_act says that "
-            "it has none"
+            f"{told} permutes its columns (g_idx), but quantization_config.desc_act says that it "
+            "does not"
         )
 
 
@@ -315,7 +315,7 @@ def read_stored(name: str, fields: Fields, model: str) -> Stored:
     fit."""
     codes, told, storage = fields.codes[name](), f"{name} of {model}", fields.storages[name]
     if name not in fields.scales:
-        raise _damaged(f"{told} is quantised, and {no_scales(name, fields.codes)}")
+        raise _damaged(f"{told} is quantised, but {no_scales(name, fields.codes)}")
     kind = KINDS[storage.kind].codes
     if codes.dim() < 2 or codes.dtype != kind:
         wanted = str(kind).removeprefix("torch.")
@@ -331,12 +331,13 @@ def read_stored(name: str, fields: Fields, model: str) -> Stored:
             groups = f"blocks of {high} x {wide}" if wide else "a scale for each row"
             raise SetupError(
                 f"{told} has shape {list(found.shape)} and {noun} of shape {list(field.shape)}; "
-                f"with {groups} they are {shape}",
+                f"with {groups} they should have shape {shape}",
                 _ONE_SCALE if storage.kind == FP8 and wide and scales.numel() == 1 else _DAMAGED,
             )
     if storage.kind != FP8 and wide and found.shape[-1] % wide:
         raise _damaged(
-            f"{told} has shape {list(found.shape)}, and groups of {wide} do not divide its columns"
+            f"{told} has shape {list(found.shape)}, but its columns cannot be divided into groups "
+            f"of {wide}"
         )
     return found
 

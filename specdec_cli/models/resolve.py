@@ -1,5 +1,5 @@
 """Find the folder or GGUF file of a model from its name in a recipe, which is a path, `demo:NAME`,
-`package:NAME` or a hub id. Reads no weights."""
+`package:NAME` or a hub id. No weights are read."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ _WEIGHTS = ("*.safetensors",)
 _PICKLES = ("*.bin",)
 _NO_WEIGHTS = ("adapter_", "training_args")
 _FOR_OTHERS = ("*/*.safetensors", "*/*.bin", "consolidated*", "training_args.bin")
-# Models that installed packages ship.
+# The prefix of names of models that installed packages ship.
 PREFIX = "package:"
 _PACKAGE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _MOST_FILES = 10_000
@@ -101,7 +101,8 @@ def local_place(name: str, file: str | None = None) -> Path | None:
     if is_there and path.suffix == ".gguf":
         if file is not None:
             raise SetupError(
-                f"the model {name} is a file, and has no file {file}", "leave the key file out"
+                f"the model {name} is itself a file, so it cannot contain the file {file}",
+                "leave the key file out",
             )
         return path
     if is_there:
@@ -125,7 +126,7 @@ def package_model(name: str, file: str | None) -> Path:
     """
     package = name.removeprefix(PREFIX)
     if not _PACKAGE_NAME.fullmatch(package):
-        raise SetupError(f"{one_line(name)} names no package", "write package:NAME")
+        raise SetupError(f"{one_line(name)} does not name a package", "write package:NAME")
     files = _files_of(package)
     if files is None:
         raise SetupError(

@@ -34,7 +34,7 @@ class SplitProducts:
     def over(
         cls, parallel: TensorParallel, width: int, vocab_size: int, dtype: torch.dtype
     ) -> Self:
-        """Make the split matmuls of a model for the ranks of a group. All of them must call this.
+        """Make the split matmuls of a model for a group of ranks. Every rank of it must call this.
         width: the width of the residual stream.
         """
         shared = shared_memory(parallel, width, vocab_size, dtype)

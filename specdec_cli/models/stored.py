@@ -41,8 +41,8 @@ def choose_form(
     quantised while they are loaded, and mark them as `StoredParameter`.
 
     If `spec.weights` is `stored` or `fp8`, raises `UsageError` if the model as a whole cannot be
-    stored so, and `SetupError` if one of its matrices cannot. If it is `auto`, all weights are
-    dequantised in these cases, and a warning is logged. Raises `SetupError` for an unknown
+    held in that form, and `SetupError` if one of its matrices cannot. If it is `auto`, all weights
+    are dequantised in these cases, and a warning is logged. Raises `SetupError` for an unknown
     quantisation.
     """
     header = read_model(place) if is_gguf(place) else None
@@ -52,7 +52,7 @@ def choose_form(
         if scheme.unused:
             _log.warning(
                 "%s was quantised for %s, but here activations keep the run's dtype: tools that "
-                "quantise them may write other texts",
+                "quantise them may generate different text",
                 *(spec.name, " and ".join(scheme.unused)),
             )
     wanted, is_asked = spec.weights, spec.weights in ("stored", FP8)
@@ -181,9 +181,9 @@ def _hold_as_stored(
     module: on meta, of a family that can be fused.
     shards: this rank's parts of the module's tensors.
 
-    Returns an error for each other matrix that could not be replaced, by name. Either the matrix or
-    this rank's part of it is not a whole number of codes and groups (values that share a scale), or
-    the matrices of one merged matmul have different storages.
+    Returns an error, by name, for each matrix that has an entry but does not fit. Either the matrix
+    or this rank's part of it is not a whole number of codes and groups (values that share a scale),
+    or the matrices of one merged matmul have different storages.
     """
     embedding = module.get_input_embeddings().weight
     problems: dict[str, SetupError] = {}
@@ -200,7 +200,7 @@ def _hold_as_stored(
             problems[name] = problem
     for names in _products(module):
         if len({chosen[n][2].stored_as if n in chosen else None for n in names}) > 1:
-            told = f"{' and '.join(names)} are one product, and stored in different ways"
+            told = f"{' and '.join(names)} form one matmul, but are stored in different ways"
             for name in names:
                 problems.setdefault(name, Unsupported(model, told))
                 chosen.pop(name, None)
@@ -217,7 +217,7 @@ def _edges(held: StoredParameter, part: Part | None, told: str) -> SetupError | 
     """
     storage, width = held.stored_as, held.shape_written[-1]
     if width % (per_code := KINDS[storage.kind].per_code):
-        return SetupError(f"{told} has {width} columns, and a code holds {per_code} whole ones")
+        return SetupError(f"{told} has {width} columns, which is not a multiple of {per_code}")
     if part is None:
         return None
     part = stored_part(held, part)

@@ -95,7 +95,7 @@ class PretrainedTokenizer:
 
         template: values for the template besides the messages, by name. Two names are special:
         `chat_template` selects another template, by its Jinja text or by its name in the model;
-        `DATE_KEY` sets the time, in ISO format, that the template takes for the present.
+        `DATE_KEY` sets the time, in ISO format, that the template uses as the current time.
 
         Raises `UsageError` if there is no template, if it refuses these messages, if `template` has
         a value that only specdec may set, or if a template from the user fails. Raises `SetupError`
@@ -290,7 +290,7 @@ def _steps_of(tokenizer: Any) -> dict[str, Any]:
 
 def at_moment(template: str, moment: datetime) -> str:
     """Put a macro `strftime_now` in front of a chat template. It replaces transformers' function of
-    this name, and formats the given time instead of the present one."""
+    this name, and formats the given time instead of the current one."""
     formats = [f"%{flag}{letter}" for flag in ("-", "") for letter in _FORMATS]
     steps = "".join(f"|replace({one!r}, {moment.strftime(one)!r})" for one in formats)
     # The line break adds nothing to the rendered text: Jinja drops it after a block.
@@ -343,8 +343,8 @@ def check_same_vocabulary(
     if by_id == other:
         if missing := [i for i in by_id if sizes[1] <= i < sizes[0]]:
             raise SetupError(
-                f"draft {names[1]} has {sizes[1]} ids and target {names[0]} more: id "
-                f"{min(missing)} is {by_id[min(missing)]!r} for their tokenizer",
+                f"draft {names[1]} has {sizes[1]} ids, but target {names[0]} has more: id "
+                f"{min(missing)} is {by_id[min(missing)]!r} in their tokenizer",
                 _ANOTHER_DRAFT,
             )
         return

@@ -73,8 +73,8 @@ class Shards:
     """The parts of a module's tensors that a rank holds.
 
     parts: each part, by parameter name. Parameters without an entry are whole.
-    tied: maps the name of a parameter that shares memory with a part of another parameter to the
-        other's name. The only such parameter is a vocabulary head that is tied to the embedding.
+    tied: maps each parameter that is a view of a part of another parameter to that parameter's
+        name. The only such view is a vocabulary head that is tied to the embedding.
     zero: parameters that are zero on this rank. Another rank holds their values and adds them.
     """
 
@@ -112,7 +112,7 @@ def shard(
     elif not any("layers." in linear for linear in styles):
         reason = f"transformers has no tensor parallel plan for the layers of {kind}"
     elif kind not in FAMILIES:
-        reason = f"it is not known that {kind} stays the same when it is split over ranks"
+        reason = f"no test shows that {kind} gives the same results when it is split over ranks"
         hint += (
             "; of the common families llama, qwen2, qwen3, mistral, gemma, phi3 and olmo2 can be "
             "split, and of those with experts qwen3_moe, mixtral, gpt_oss, glm4_moe and deepseek_v3"
@@ -218,8 +218,8 @@ def _names(module: Any) -> list[str]:
 
 
 def _tied_head(module: Any) -> dict[str, str]:
-    """Return a dict from the name of the vocabulary head's weight to that of the embedding's if the
-    two are tied; else an empty dict."""
+    """Return a dict that maps the name of the vocabulary head's weight to the name of the
+    embedding's weight, or an empty dict if the two are not tied."""
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
         return {}
@@ -284,8 +284,8 @@ def _split(
 
 
 def _narrow(path: str, owner: Any, parts: dict[str, Part]) -> dict[str, Part]:
-    """Replace parameters of `owner` by uninitialised ones that have only the shapes of this rank's
-    parts. Returns the parts by the parameters' full names.
+    """Replace parameters of `owner` by uninitialised ones with the shapes of this rank's parts.
+    Returns the parts by the parameters' full names.
 
     path: the full name of `owner`. parts: this rank's parts, by the names within `owner`.
     """

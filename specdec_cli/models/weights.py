@@ -55,7 +55,7 @@ class Part:
 
 
 class WrongShape(Exception):
-    """Raised if a tensor has the shape `found`, and not the one that was expected."""
+    """Raised if the shape of a tensor, `found`, is not the expected one."""
 
     def __init__(self, found: tuple[int, ...]) -> None:
         super().__init__()
@@ -69,7 +69,8 @@ class Read(Protocol):
 
 
 class Fields(NamedTuple):
-    """Readers of a checkpoint's tensors, and how quantised weights are stored, by name of weight.
+    """Readers of a checkpoint's tensors, and how quantised weights are stored. The keys are the
+    names of the weights.
 
     codes: readers of the codes of quantised weights, and of all tensors that are not quantised.
     scales, zeros: readers of the scales and zero points of quantised weights, as in `ops.Stored`.

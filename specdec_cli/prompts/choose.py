@@ -65,7 +65,7 @@ def _in_turn(order: Sequence[int], categories: Sequence[str | None]) -> list[int
     have shares as equal as possible."""
     if not any(category is not None for category in categories):
         raise UsageError(
-            "a stratified sample needs categories, and no prompt has one",
+            "a stratified sample needs categories, but no prompt has one",
             "pass --sample random, or give the data a category column",
         )
     seen: Counter[str | None] = Counter()

@@ -87,7 +87,7 @@ def _as_conversation(
 ) -> Prompt:
     if chat == "off" and prompt.messages is not None:
         raise UsageError(
-            f"{prompt.where}: has messages, and the chat template is off",
+            f"{prompt.where}: has messages, but the chat template is off",
             "pass --chat, or set data.chat to auto or on",
         )
     if chat == "on" and prompt.token_ids is not None:

@@ -39,7 +39,7 @@ def parse_dataset(text: str) -> tuple[str, str | None, str | None]:
             parts = [path, *parts[count:]]
             break
     if not parts[0].strip() or len(parts) > 3:
-        what = "names no path" if not parts[0].strip() else "has more than three parts"
+        what = "has no path" if not parts[0].strip() else "has more than three parts"
         raise UsageError(f"the dataset {one_line(text)!r} {what}", f"write {_FORM}")
     path, split, column = (*parts, "", "")[:3]
     return path, split or None, column or None

@@ -63,13 +63,13 @@ def _refuse_special_files(folder: Path) -> None:
     for file in folder.rglob("*"):
         if file.exists() and not file.is_file() and not file.is_dir():
             raise UsageError(
-                f"{file} is not a regular file, and {folder} is read as a dataset",
+                f"{file} is not a regular file, so {folder} cannot be read as a dataset",
                 "move it out of the folder",
             )
 
 
 def _refuse_long_card(folder: Path) -> None:
-    """Raise `UsageError` for a dataset card whose settings take `datasets` minutes to parse."""
+    """Raise `UsageError` for a dataset card with long settings, which `datasets` parses slowly."""
     for name, end in (("README.md", b"\n---"), (".huggingface.yaml", None)):
         file = folder / name
         if not file.is_file():
@@ -146,7 +146,7 @@ def _rows(data: Any, name: str) -> Rows:
 
 def _refusal(path: str, problem: Exception, *, is_folder: bool) -> SpecdecError:
     kind = type(problem).__name__
-    if type(problem) is ValueError:  # an unknown split or configuration; it lists the known ones
+    if type(problem) is ValueError:  # unknown split or subset; the error lists the known ones
         return UsageError(
             f"{path}: {' '.join(map(one_line, str(problem).split()))}",
             "name another data.split or data.subset",

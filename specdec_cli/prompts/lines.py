@@ -60,7 +60,7 @@ def _whole(file: BinaryIO, name: str) -> str:
 
 def _items(text: str, name: str) -> Rows:
     """Yield the items of a JSON list with their places. They are decoded one by one, because the
-    `json` module does not tell the line numbers of a list's items."""
+    `json` module does not report the line numbers of a list's items."""
     decoder = JSONDecoder(object_pairs_hook=_object)
     place, line, seen = _skip_space(text, text.index("[") + 1), 1, 0
     is_over = text[place : place + 1] == "]"

@@ -186,7 +186,7 @@ def _read_stdin(
         return []
     if isinstance(raw, str):
         raw = raw.encode("utf-8", "surrogateescape")
-    if not raw:  # without prompts, such as </dev/null in a batch job
+    if not raw:  # stdin is empty, as with </dev/null in a batch job
         return []
     name = "standard input"
     if raw.startswith(_GZIP_MAGIC):
@@ -243,7 +243,7 @@ def _file_source(name: str, column: str | None) -> Iterator[Source]:
     if not name.strip():  # from "$UNSET" in a script, for example
         raise UsageError("the name of the prompt file is empty")
     if "://" in name:
-        raise UsageError(f"{one_line(name)}: is an address", "download it and name the file")
+        raise UsageError(f"{one_line(name)}: is a URL", "download it and name the file")
     try:
         path = Path(name)
         mode = path.stat().st_mode

@@ -12,8 +12,8 @@ from specdec_cli.prompts.turns import LATER_KEY, later_turns, shared_conversatio
 from specdec_cli.prompts.types import BadRow, Message, Prompt
 from specdec_cli.text import is_unicode, one_line, shown
 
-# The first of these keys that a row has is used. `text` comes after `instruction`, because in
-# Alpaca it contains the answer, too.
+# The first of these keys that a row has is used. `text` comes after `instruction`, because
+# Alpaca's `text` also contains the answer.
 TEXT_KEYS = ("prompt", "question", "instruction", "text", "turns")
 MESSAGES_KEY = "messages"
 IDS_KEY = "prompt_token_ids"
@@ -50,7 +50,7 @@ _PART_KEYS = (
 _TOLD_KEYS = (*_REQUEST_KEYS, *JOINED_KEYS, *_PART_KEYS)
 MORE_KEYS = (CATEGORY_KEY, SWITCHES_KEY, *TEMPLATE_KEYS, *SYSTEM_KEYS, *_TOLD_KEYS)
 ROLES = ("system", "developer", "user", "assistant", "tool")
-DATE_KEY = "strftime_now"  # key in `Prompt.template` of the time that a chat template takes as now
+DATE_KEY = "strftime_now"  # key in `Prompt.template`: the current time for chat templates
 _ANSWER = "assistant"
 NOT_UNICODE = "not valid Unicode text: half of a surrogate pair"
 
@@ -58,7 +58,7 @@ _MAX_COLUMNS = 12
 
 
 def jsonl_of(prompts: Iterable[Prompt]) -> str:
-    """Write prompts as the text of a .jsonl file, in the form that `prompt_of` reads."""
+    """Return the text of a .jsonl file of prompts, in the form that `prompt_of` reads."""
     lines = []
     for prompt in prompts:
         found: dict[str, object]
@@ -77,8 +77,8 @@ def jsonl_of(prompts: Iterable[Prompt]) -> str:
 
 
 def prompt_of(row: object, column: str | None, turn: int = 1) -> Prompt:
-    """Read the prompt in a row. Whether it is text, messages or token ids follows from the value's
-    type. The caller has to set `index` and `where` of the result.
+    """Read the prompt in a row. The value's type decides whether it is text, messages or token ids.
+    The caller has to set `index` and `where` of the result.
 
     row: text, or a record by column name. A line of an OpenAI batch has the record in its `body`.
     column: the column that holds the prompt; None takes the first of `PROMPT_KEYS` that the record
@@ -173,9 +173,9 @@ def _template_of(row: Mapping[str, object]) -> dict[str, object]:
 def columns_in_words(columns: tuple[str, ...]) -> str:
     """List the columns, for the end of a message."""
     if not columns:
-        return "there is none"
+        return "it has none"
     listed = ", ".join(map(one_line, columns[:_MAX_COLUMNS]))
-    return f"there is {listed}{', ...' if len(columns) > _MAX_COLUMNS else ''}"
+    return f"it has {listed}{', ...' if len(columns) > _MAX_COLUMNS else ''}"
 
 
 def checked(text: str, where: str = "") -> str:
@@ -215,7 +215,7 @@ def _messages(value: object, key: str) -> tuple[Message, ...]:
         asked -= 1
     roles = (one.get("role") if isinstance(one, Mapping) else None for one in value[:asked])
     if asked < len(value) and all(role == "system" for role in roles):
-        raise BadRow(f"the {key} are only the assistant's: nothing to answer")
+        raise BadRow(f"the {key} contain nothing for the assistant to answer")
     return tuple(_message(item, f"{key}[{i}]") for i, item in enumerate(value[:asked]))
 
 
@@ -256,7 +256,7 @@ def _part(value: object, where: str) -> str:
 
 
 def _token_ids(value: object, key: str) -> tuple[int, ...]:
-    # `type` and not isinstance: Python counts true and false as integers.
+    # Compare `type`, because `isinstance` counts True and False as integers.
     if not isinstance(value, list) or any(type(item) is not int or item < 0 for item in value):
         raise BadRow(f"{key} should be a list of non-negative whole numbers")
     if not value:

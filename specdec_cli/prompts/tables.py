@@ -112,10 +112,10 @@ def _parquet_rows(file: Any, name: str, columns: list[str]) -> Rows:
 
 
 def wanted(columns: Sequence[str], column: str | None) -> list[str]:
-    """Return those of a table's columns from which prompts are made. The others, such as images,
+    """Return the columns of a table that are needed to make prompts. The others, such as images,
     need not be decoded.
 
-    column: the column with the prompt; None if it is to be found by its name.
+    column: the column with the prompt; None if it has one of the usual names (`PROMPT_KEYS`).
     """
     own = (*PROMPT_KEYS, LATER_KEY) if column is None else (column,)
     return [name for name in columns if name in (*own, *MORE_KEYS)]

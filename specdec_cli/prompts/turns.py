@@ -1,4 +1,4 @@
-"""Reads conversations of several turns in the formats of Spec-Bench, MT-bench and ShareGPT.
+"""Reads multi-turn conversations in the formats of Spec-Bench, MT-bench and ShareGPT.
 
 This module neither renders nor generates text.
 """
@@ -22,12 +22,12 @@ _MT_BENCH = frozenset(
 
 
 class NoSuchTurn(Exception):
-    """The conversation in a row has fewer turns than requested."""
+    """A row's conversation has fewer turns than requested."""
 
 
 def subtask(category: str | None) -> str | None:
-    """Return the subtask of Spec-Bench that a category belongs to. Other categories are returned
-    unchanged."""
+    """Return `mt_bench`, a subtask of Spec-Bench, for the categories of MT-bench. Other categories
+    are returned unchanged."""
     return "mt_bench" if category in _MT_BENCH else category
 
 
@@ -61,7 +61,7 @@ def shared_conversation(value: object, turn: int) -> list[Message]:
 
 
 def later_turns(rest: object) -> tuple[str, ...]:
-    """Return the user's turns after the first if `rest` is a list of texts; otherwise ()."""
+    """Return `rest`, the user's turns after the first; () if it is not a list of texts."""
     if not isinstance(rest, list) or not all(isinstance(one, str) for one in rest):
         return ()
     return tuple(rest)

@@ -1,6 +1,6 @@
 """Recipes: the validated, immutable settings of a run.
 
-This package does not know models, devices or the command line. A model is only a name here.
+This package knows nothing about models, devices or the command line. A model is only a name here.
 """
 
 from specdec_cli.recipe.resolve import PROMPTS, bundled_recipes, dump_recipe, load_recipe

@@ -71,7 +71,7 @@ def _refusing(is_wrong: Callable[[str], bool], told: str) -> AfterValidator:
 _ENCODED = _refusing(lambda text: not is_unicode(text), "should be valid Unicode text")
 _NO_NUL = _refusing(lambda text: "\0" in text, "should not contain a NUL character")
 _NOT_BLANK = _refusing(lambda text: not text.strip(), "should be more than white space")
-# Messages that quote the value should stay on one line.
+# Reject line breaks, so that messages that quote the value stay on one line.
 _ONE_LINE = _refusing(lambda text: "\n" in text, "should not contain a line break")
 _GGUF = _refusing(
     lambda name: not name.endswith(".gguf") or not {"", ".."}.isdisjoint(name.split("/")),

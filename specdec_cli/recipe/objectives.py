@@ -8,7 +8,7 @@ def objective(name: str, text: str) -> float:
     """Convert an objective such as `500ms` to milliseconds. Raises ValueError for an unknown name
     or an invalid time."""
     if name not in OBJECTIVES:
-        raise ValueError(f"expected {', '.join(OBJECTIVES)}, got {name!r}")
+        raise ValueError(f"expected one of {', '.join(OBJECTIVES)}; got {name!r}")
     number, unit = text.strip(), ""
     for unit in UNITS:
         if number.endswith(unit):

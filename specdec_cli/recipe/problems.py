@@ -38,7 +38,7 @@ def place(error: ErrorDetails) -> KeyPath:
 
 
 def describe(error: ErrorDetails) -> str:
-    """Describe the error in terms of the recipe instead of pydantic's."""
+    """Describe the error in the terms of a recipe, not in those of pydantic."""
     path, value = error["loc"], error["input"]
     match error["type"]:
         case "missing":

@@ -29,11 +29,11 @@ from specdec_cli.recipe.source import Document, Dumper, KeyPath, dotted, read
 from specdec_cli.text import inert, one_line, shown
 
 DEMO_RECIPE = "demo"
-PROMPTS = "prompts.jsonl"  # where a run folder stores prompts that came from no file or dataset
+PROMPTS = "prompts.jsonl"  # where a run folder stores prompts that are not from a file or dataset
 EVERY_DTYPE = "*.dtype"  # an override with this key sets the dtype of every model in the recipe
 
 _MODEL_KEYS = ("target.model", "draft.model")
-_SHAPES = "shapes/"  # next to the bundled recipes; model folders with only a config.json
+_SHAPES = "shapes/"  # a folder next to the bundled recipes, of models with only a config.json
 _MAX_SHOWN = 50
 _HINT = "`specdec recipe schema` lists the keys and their allowed values"
 
@@ -242,7 +242,7 @@ class _Merge:
             if key != EVERY_DTYPE:
                 self._set(key, overrides[key], self._names.get(key, "override"))
         for section in ("target", "draft"):
-            # A revision and a file belong to one model: replacing the model drops them.
+            # Drop a replaced model's revision and file, which do not apply to the new model.
             values = self.data.get(section)
             for key in ("revision", "file"):
                 is_new = f"{section}.model" in overrides and f"{section}.{key}" not in overrides

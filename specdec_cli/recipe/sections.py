@@ -283,8 +283,8 @@ class LoadSection(Section):
         return self
 
 
-# Keys of `data` that select rows or columns of the file or dataset in `data.path`, so they have no
-# meaning without it.
+# Keys of `data` that select rows or columns of the file or dataset in `data.path`. They have no
+# meaning without a path.
 ABOUT_ROWS = {"split", "subset", "column", "limit", "sample", "turn", "categories"}
 
 

@@ -169,7 +169,7 @@ def _scalar(node: yaml.Node) -> object:
                 return int(text)
             case "float":
                 return float(re.sub(r"\.(inf|nan)\Z", r"\1", text, flags=re.IGNORECASE))
-    except (KeyError, ValueError):  # an explicit tag (!!int x), or thousands of digits
+    except (KeyError, ValueError):  # such as `!!int x`, or more digits than `int` accepts
         raise _Refused(node.start_mark.line + 1, f"not a readable {kind}") from None
     raise _Refused(node.start_mark.line + 1, f"the tag {node.tag} is not allowed")
 

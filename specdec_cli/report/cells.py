@@ -59,15 +59,15 @@ class Cell:
 
 
 def span_after(ends: Sequence[float] | None) -> str:
-    """Format an interval as a suffix of a value: ` (1.20–1.31)`; empty if there is no interval or
-    it has no width."""
+    """Format an interval as a suffix of a value, such as ` (1.20–1.31)`; "" if there is no interval
+    or it has no width."""
     return "" if ends is None or ends[0] == ends[1] else f" ({ends[0]:.2f}–{ends[1]:.2f})"
 
 
 def number(name: str, part: str | None = None) -> Callable[[Figures], float | None]:
     """Return a function that reads the figure with this name from a point or category.
 
-    part: the percentile to read, such as p50, or the mean; None for a figure without percentiles.
+    part: the percentile to read, such as `p50`, or `mean`; None for a figure without percentiles.
     """
     return lambda found: found.number(name, part)
 
@@ -85,8 +85,8 @@ def span(ends: Sequence[float] | None) -> str | None:
 
 
 def span_of(found: Figures, ends: Sequence[float] | None) -> str | None:
-    """Format an interval. If it is None, return "too few prompts" if that is the reason, and None
-    otherwise."""
+    """Format an interval. Return "too few prompts" if it is None for that reason, and None if it is
+    None for another reason."""
     if ends is None and found.is_ok and (found.number("num_prompts") or FEWEST) < FEWEST:
         return "too few prompts"
     return span(ends)
@@ -151,7 +151,7 @@ LATENCIES = [
 
 
 def columns_of(cells: Sequence[Cell], rows: Sequence[Any]) -> dict[str, list[str]]:
-    """Make a terminal table. It maps the heading of each column to a list with a text per row."""
+    """Return the columns of a terminal table: each heading with a list of one text per row."""
     return {c.heading or c.title: [c.text(row) for row in rows] for c in cells}
 
 
@@ -167,7 +167,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table.
+    """A table of a report.
 
     name: the name of its file, without the extension.
     note: the text below the title.

@@ -121,9 +121,9 @@ def speedup(content: Content) -> str:
 
 
 def break_even(content: Content) -> str:
-    """Describe the point that exceeds its break-even by the largest factor or, if no point reaches
-    break-even, comes closest to it. Break-even is the number of tokens per round that a point needs
-    to be as fast as plain decoding. Returns "" if it is unknown at all points."""
+    """Describe the point that exceeds its break-even by the largest factor or, if no point exceeds
+    it, the point that comes closest. Break-even is the number of tokens per round that a point
+    needs to be as fast as plain decoding. Returns "" if it is unknown at all points."""
     run = content.run
     found = [
         (length / needed, point, even)

@@ -287,7 +287,7 @@ def _markdown_table(table: Table) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Escape text for markdown, on one line, without invisible characters."""
+    """Escape text for one line of markdown. Characters that are not printable are escaped too."""
     line = "".join(one_line(text[i : i + 80]) for i in range(0, len(text), 80))
     return _MARKUP.sub(r"\\\1", line)
 

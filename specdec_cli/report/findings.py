@@ -25,8 +25,8 @@ class Finding:
     """The finding at the batch size or request rate of the point `at`.
 
     point: the best point, which has k = 0 if speculation does not help; None if there is none.
-    recorded: the best point as the run recorded it. None if the run ended before that; `point` is
-        then the fastest measured point.
+    recorded: the best point as the run recorded it. None if the run ended before it recorded one;
+        `point` is then the fastest measured point.
     tied: names of other points whose speeds do not differ significantly from the fastest.
     is_disturbed: whether the run warned that something disturbed its times.
     fastest: the fastest point. It may differ from `point`, because a point that is statistically
@@ -65,9 +65,9 @@ class Finding:
 def longest_proposals(run: ReportedRun) -> dict[str, Point]:
     """Return the point with the largest k of each draft, by the draft's label.
 
-    If there are several, the one with the smallest batch size is returned. Points whose acceptance
-    is unknown are left out; some servers do not report it. For compare-tp, the result is a single
-    point with the key "all".
+    If several points have this k, the one with the smallest batch size is returned. Points whose
+    acceptance is unknown are left out; some servers do not report it. For compare-tp, the result is
+    a single point with the key "all".
     """
     longest: dict[str, Point] = {}
     for point in run.points:
@@ -154,7 +154,7 @@ def _recorded(run: ReportedRun, every: Sequence[Point], best: Best | BestPair) -
         chosen,
         best,
         tuple(one for one in dict.fromkeys(tied) if one not in own),
-        bool(disturbances(run.summary.warnings)),
+        bool(disturbances(run.summary.warnings, every[0].batch_size)),
         fastest,
     )
 
@@ -194,7 +194,7 @@ def _fastest(run: ReportedRun, every: Sequence[Point]) -> Finding:
 
 
 def setting_in_words(run: ReportedRun, point: Point) -> str:
-    """Name a point's setting: `k = 4 with draft-1b`."""
+    """Name a point's setting, such as `k = 4 with draft-1b`."""
     if point.is_baseline:
         is_comparison = run.is_comparison
         return f"target TP {point.target_tp} alone" if is_comparison else "no speculation"
@@ -282,8 +282,8 @@ def fastest_with_proposals(
 
 
 def _is_within_chance(run: ReportedRun, best: Finding) -> bool:
-    """Return True if plain decoding was chosen although another point was measured as faster. It is
-    chosen then because the difference may be due to chance."""
+    """Return True if plain decoding was chosen although another point was measured as faster. This
+    happens if the difference may be due to chance."""
     point, plain = fastest_with_proposals(run, best, _measured), best.point
     if point is None or plain is None or best.recorded is None:
         return False
@@ -309,7 +309,7 @@ def headline(run: ReportedRun, bests: list[Finding]) -> str:
     if len(settings) == 1:
         speeds = [s for b in found if b.point and (s := b.point.speedup) is not None]
         span = ""
-        if len(speeds) == len(found):  # overloaded plain decoding gives no speed-ups
+        if len(speeds) == len(found):  # speed-ups are missing where plain decoding was overloaded
             span = f", {times(min(speeds))} to {times(max(speeds))} the speed of plain decoding"
         (what,) = settings
         word = "Best" if run.is_comparison else "Recommended"

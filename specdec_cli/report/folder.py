@@ -127,8 +127,8 @@ def read_folder(path: Path) -> ReportedRun:
 def _intact(
     found: dict[str, Any], kind: type[SweepSummary | ComparisonSummary], notes: list[str]
 ) -> SweepSummary | ComparisonSummary:
-    """Validate `found`, the contents of summary.json, as a `kind`. Delete damaged entries and
-    fields from `found` until the rest is valid, and add a note for each."""
+    """Make a summary of class `kind` from `found`, the contents of summary.json. Delete damaged
+    entries and fields from `found` until the rest is valid, and add a note for each."""
     while True:
         try:
             return kind.model_validate(found)

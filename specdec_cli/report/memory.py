@@ -16,7 +16,7 @@ def write_memory_picture(document: Mapping[str, Any], file: Path) -> None:
     """Draw a memory profile and write it to `file` as PNG.
 
     document: the JSON document that `profile-blocks --json` prints.
-    Raises `ImportError` without matplotlib, `SetupError` if the file cannot be written.
+    Raises `ImportError` without matplotlib, and `SetupError` if the file cannot be written.
     """
     without_display()
     from matplotlib.figure import Figure

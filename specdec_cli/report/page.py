@@ -16,7 +16,7 @@ from specdec_cli.report.content import Content, conclusion
 from specdec_cli.report.plots import Plot
 from specdec_cli.text import inert
 
-_MOST_ROWS = 12  # a table with more rows is folded
+_MOST_ROWS = 12  # a table with more rows is collapsed
 # The sections in page order: (heading, name of the plot, name of the table).
 SECTIONS = (
     ("The best draft TP", "speeds", "degrees"),
@@ -42,7 +42,7 @@ class Part:
     picture: the name of its plot.
     conclusion: one sentence that says what the section shows.
     table: None if the section has only a plot.
-    is_folded: whether the table is folded at first, because it is long or because the plot is
+    is_folded: whether the table is collapsed at first, because it is long or because the plot is
         enough.
     """
 
@@ -94,6 +94,6 @@ def rendered(template: str, **values: Any) -> str:
     )
     engine.filters["inert"] = lambda value: inert(str(value))
     engine.filters["pretty"] = lambda value: json.dumps(value, indent=2, ensure_ascii=False)
-    engine.filters["drawn"] = Markup  # not escaped again: drawing escaped the text
+    engine.filters["drawn"] = Markup  # not escaped again: a plot's text is escaped as it is drawn
     engine.globals["is_text"] = is_text
     return engine.get_template(template).render(**values)

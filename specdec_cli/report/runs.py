@@ -1,5 +1,5 @@
-"""Compares several runs side by side. Speeds are compared on the prompts that the runs share, and
-the recipes and environments on the keys that differ.
+"""Compares several runs side by side: their speeds on the prompts that they share, and the keys of
+their recipes and environments that differ.
 
 This module computes the figures and tables; other modules write the HTML and draw the plots.
 """
@@ -50,7 +50,7 @@ class Shown:
 class Ratio(SpeedRatio):
     """One point's speed divided by another's, on the prompts that both have.
 
-    num_diverging: for how many of these prompts the two output texts differ.
+    num_diverging: the number of these prompts for which the two output texts differ.
     """
 
     num_diverging: int
@@ -130,8 +130,8 @@ class SideBySide:
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON document's `runs`, `points`, `comparisons`, `engines` and `differences`.
 
-        In `engines`, `mean_acceptance_length` covers only the prompts that all runs of a group
-        share, and does not count proposals past the end of a text.
+        In `engines`, `mean_acceptance_length` covers only the prompts that all points at the same
+        k and batch size share, and does not count proposals past the end of a text.
         """
         points = [
             {
@@ -259,7 +259,7 @@ def ratio_of(one: Shown, other: Shown) -> Ratio | None:
     ours, theirs = ([of[p] for p in common] for of in (one.samples, other.samples))
     found = stats.measured_speed(ours).over(stats.measured_speed(theirs))
     pairs = zip(ours, theirs, strict=True)
-    # Compare only up to the shorter text, since the runs may limit the length differently.
+    # Compare only up to the end of the shorter text, since the runs may have different limits.
     parted = (any(map(ne, a.token_ids, b.token_ids)) for a, b in pairs)
     return Ratio(num_prompts=len(common), **figures_of(found, _SEED), num_diverging=sum(parted))
 

@@ -191,7 +191,7 @@ def _method(points: Sequence[Point]) -> str:
 def categories(run: ReportedRun, point: Point | None, best: Finding | None = None) -> Table:
     """Make the table of one point's figures for each category of prompts.
 
-    point: the point; the table has no rows if it is None.
+    point: the point to show; the table has no rows if it is None.
     best: the finding at the point's batch size. If it has recommendations by category, the table
         shows them too.
     """
@@ -292,7 +292,7 @@ def _pairs_table(
 
 
 def arm_in_words(run: ReportedRun, arm: Arm) -> str:
-    """Name one side of a comparison: `draft-1b, k = 4`."""
+    """Name one side of a comparison, such as `draft-1b, k = 4`."""
     return f"{run.labels.get(arm.draft, arm.draft)}, k = {arm.k}" if arm.k else "no speculation"
 
 

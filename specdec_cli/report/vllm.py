@@ -1,5 +1,5 @@
 """Writes the recommended setting as a vLLM `speculative_config` and an SGLang command, with notes
-on what could not be expressed.
+on their limits.
 
 The option names are those of vLLM 0.26 to 0.33 (`vllm/config/speculative.py`). This module only
 writes commands; it does not run them.
@@ -77,8 +77,8 @@ def _in_place_of(run: ReportedRun, bests: Sequence[Finding], command: str) -> li
 
 def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
     """Write the configs and commands for the best points. If the best k depends on the batch size,
-    the vLLM config contains a schedule of k. Return None if every batch size lacks both a best
-    point and an inconclusive verdict."""
+    the vLLM config contains a schedule of k. Return None if there is neither a best point
+    nor an inconclusive verdict at any batch size."""
     found = [b for b in bests if b.point is not None or b.is_open]
     if not found:
         return None

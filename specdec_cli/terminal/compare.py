@@ -70,8 +70,8 @@ def _table(points: Sequence[Point], cells: Sequence[Cell], *, is_narrow: bool = 
 
 
 def _without_results(points: Sequence[Point]) -> list[str]:
-    """Return a line for each point without a result, because the reason does not fit into a
-    column."""
+    """Return a line for each point without a result. The line gives the reason, which does not fit
+    into a column."""
     skipped = (f"{_pair_of(p)}: skipped: {p.reason}" for p in points if p.status == "skipped")
     failed = (point_line(p) for p in points if p.status in ("failed", "oom"))
     return [*dict.fromkeys(skipped), *failed]

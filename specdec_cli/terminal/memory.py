@@ -1,8 +1,8 @@
 """Shows a memory profile on the terminal: a table with a column per rank, a bar per rank, and
 conclusions.
 
-All figures come from the document of `profile-blocks --json`; only the lengths in the bars are
-computed here.
+All figures come from the document of `profile-blocks --json`; only the lengths of the bars'
+parts are computed here.
 """
 
 import sys

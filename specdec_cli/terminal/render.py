@@ -84,7 +84,7 @@ def plain_table(*headings: str, no_wrap: bool = False, show_header: bool = True)
 
 
 def say(line: str, out: Console | None = None) -> None:
-    """Print a line with visible control characters, on stderr unless `out` is given."""
+    """Print a line with control characters escaped, on stderr unless `out` is given."""
     (out or console(sys.stderr)).print(Text(inert(line)))
 
 
@@ -120,13 +120,13 @@ def progress_bar() -> Progress:
         TimeRemainingColumn(),
         console=console(sys.stderr),
         transient=True,
-        redirect_stdout=False,  # rich would move what is printed on stdout to stderr
+        redirect_stdout=False,  # otherwise rich would send what is printed on stdout to stderr
         disable=not sys.stderr.isatty(),
     )
 
 
 def live_view(render: Callable[[], RenderableType]) -> Live:
-    """Show what `render` returns on stderr during the block, redrawn twice a second."""
+    """Show on stderr, during the `with` block, what `render` returns. Redraw it twice a second."""
     return Live(
         console=console(sys.stderr),
         transient=True,
@@ -234,7 +234,7 @@ def verdict_line(metrics: Metrics, baseline: Metrics) -> str:
 def print_summary(
     metrics: Metrics, baseline: Metrics | None, remarks: Sequence[str], **look: bool
 ) -> None:
-    """Print acceptance and times on stderr: a table on a terminal, else one line.
+    """Print acceptance and times on stderr: a table on a terminal, otherwise one line.
 
     baseline: the metrics at k = 0, if they were measured. remarks, look: as for `summary_table`.
     """

@@ -48,7 +48,7 @@ class LiveText(Sink):
         # Characters to hold back, because they may be the start of a stop string.
         self._hold = max((len(s) for s in job.plan.params.stop), default=1) - 1
         self._console = console(sys.stdout)
-        self._pending: list[tuple[str, bool]] = []  # (character, was it an accepted proposal)
+        self._pending: list[tuple[str, bool]] = []  # (character, whether from an accepted token)
         self._streams: dict[int, TextStream] = {}
         self._written: dict[int, str] = {}
         self._is_open = False  # whether a completion is in progress

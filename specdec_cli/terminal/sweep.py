@@ -41,7 +41,7 @@ _DECIDING = {"draft", "requests/s", "batch", "k", "tokens a round", "tokens/s", 
 _MANY = "so many comparisons at 95 % each: one in twenty differs by chance"
 _NO_DRAFT = "–"
 _NO_SPECULATION = "no speculation"
-_LINE_EVERY = 0.1  # print the time left whenever this share of the samples is done
+_LINE_EVERY = 0.1  # share of the samples after which the time left is printed again
 
 
 class _Progress(Watcher):
@@ -109,7 +109,7 @@ class SweepTable(_Progress):
         self._progress = render.progress_bar()
         self._task = self._progress.add_task("getting ready", total=total)
         self._samples: dict[Key, dict[int, Sample]] = defaultdict(dict)
-        self._shown: int | None = None  # batch size that the table shows: the latest sample's
+        self._shown: int | None = None  # the batch size to show, which is the latest sample's
         self._live = render.live_view(self._render)
 
     def begin(self, what: object) -> None:
@@ -163,8 +163,8 @@ class SweepTable(_Progress):
 
 
 def watcher(total: int, unseen: Callable[[], Iterable[Sample]] = tuple, *, quiet: bool) -> Watcher:
-    """Choose how to show progress: a live table if stderr is a terminal, otherwise lines; nothing
-    if `quiet`.
+    """Choose how to show progress: as a live table if stderr is a terminal, as lines if it is not,
+    and not at all if `quiet`.
 
     unseen: as for `_Progress`.
     """

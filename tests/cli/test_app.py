@@ -159,6 +159,21 @@ def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) 
     assert json.loads(capsys.readouterr().out)["error"]["code"] == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "schema"),
+    [
+        (["ls"], "specdec.recipes/1"),
+        (["show", "demo"], "specdec.recipe/1"),
+        (["validate", "demo"], "specdec.recipe-validate/1"),
+    ],
+)
+def test_documents_about_recipes_name_their_schema(
+    arguments: list[str], schema: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recipe", *arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["schema"] == schema
+
+
 def test_the_name_alone_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     told = capsys.readouterr().err

@@ -336,7 +336,11 @@ def test_dash_is_standard_input(run: Run, stdin: Any) -> None:
 def test_prompt_id_outside_the_vocabulary(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt_token_ids": [5, 4096]}\n')
-    refused(run("--prompt-file", path), 2, "prompt 1 holds token id 4096; the vocabulary ends")
+    refused(
+        run("--prompt-file", path),
+        2,
+        "prompt 1 contains token id 4096, but the vocabulary has only 4096 ids",
+    )
 
 
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:

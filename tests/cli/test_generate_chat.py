@@ -271,7 +271,7 @@ def test_no_chat_template(model: str, run: Run, tmp_path: Path, lines: Any) -> N
 def test_contradictions(run: Run, model: Path, lines: Any, tmp_path: Path) -> None:
     to = ("--target", model)
     path = lines({"prompt": "x"}, {"messages": [ASK]})
-    message = "p.jsonl:2: has messages, and the chat template is off"
+    message = "p.jsonl:2: has messages, but the chat template is off"
     refused(run, 2, message, *to, "--no-chat", "--prompt-file", path, hint="--chat")
     refused(run, 2, "--no-chat and --system", *to, "--no-chat", "--system", "s", "--prompt", "x")
     path = lines({"prompt_token_ids": [1]})
@@ -303,8 +303,8 @@ TEMPLATES: dict[str, tuple[object, int, str]] = {
     "sandbox": ("{{ ''.__class__.__mro__ }}", 5, "fails: access to attribute '__class__'"),
     "mutates": ("{{ messages.append(1) }}", 5, "fails: .*'append' of 'list' object is unsafe"),
     "includes": ("{% include 'x' %}", 5, "fails: no loader for this environment"),
-    "nothing": ("{% if false %}x{% endif %}", 2, "--prompt: the chat template makes nothing"),
-    "surrogate": ("{{ '\\ud800' }}", 2, "--prompt: the chat template makes text that is not"),
+    "nothing": ("{% if false %}x{% endif %}", 2, "template turns the messages into an empty text"),
+    "surrogate": ("{{ '\\ud800' }}", 2, "--prompt: the chat template turns .* text that is not"),
     "no-default": ([{"name": "rag", "template": "x"}], 5, "fails: This model has multiple"),
     "escapes": ("{{ raise_exception('\x1b[31m[red]\\x07') }}", 2, r"messages: \\x1b\[31m\[red\]"),
     "empty": ("", 2, "has no chat template"),

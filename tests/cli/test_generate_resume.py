@@ -80,7 +80,7 @@ def test_what_was_measured_under_is_kept(
 ) -> None:
     """Noise and environment are those of the run, not those of the command that finds it whole."""
     noise = Notice("cpu_load", "8 processes were ready to run on 2 processors")
-    run = [*GIVEN, "--json", "-o", tmp_path]
+    run: list[str | Path] = [*GIVEN, "--json", "-o", tmp_path]
     with monkeypatch.context() as patch:
         patch.setattr(machine.MachineWatch, "notices", lambda _: [noise])
         patch.setattr(native, "environment", lambda _: {"device": "another"})
@@ -91,6 +91,12 @@ def test_what_was_measured_under_is_kept(
     for found in (whole, resumed):  # the last sample's may be less than the run's
         assert found["metrics"].pop("peak_memory_bytes") > 1 << 20
     assert resumed == whole
+    # An interrupted run keeps the noise of its first part.
+    run[-1] = tmp_path / "cut"
+    with monkeypatch.context() as patch:
+        patch.setattr(machine.MachineWatch, "notices", lambda _: [noise])
+        assert killed(capsys, monkeypatch, 2, *run).code == 130
+    assert generate(capsys, *run, "--resume", "--strict").code == 3
 
 
 def test_plain_decoding_names_no_draft_and_goes_on(

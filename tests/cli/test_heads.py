@@ -195,7 +195,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "shared": (
         ["--draft", "HEAD", "--set", "draft.share=[lm_head]"],
-        "draft.share: lm_head: HEAD already borrows what it lacks",
+        "draft.share: lm_head: HEAD already borrows the weights that it lacks",
     ),
 }
 

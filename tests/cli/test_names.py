@@ -147,7 +147,7 @@ def test_minutes_too_few_for_anything(
     assert main([*asked, "--minutes", "0.1"]) == 2
     told = capsys.readouterr().err
     assert "--minutes 0.1: the smallest sweep of these points is " in told
-    (enough,) = re.findall(r"which asks for --minutes ([0-9.]+)", told)
+    (enough,) = re.findall(r"which needs --minutes ([0-9.]+)", told)
     assert main([*asked, "--minutes", enough]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["num_prompts"] == max(8, batch_size)

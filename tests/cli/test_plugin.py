@@ -290,13 +290,13 @@ BAD_METHODS = {
         r"method mine: \d+ proposed ids are outside the vocabulary of \d+"
     ),
     "return Candidates(torch.zeros(1, 1, dtype=torch.int64), draft.caps)": (
-        r"method mine: token_ids should be \[1, 4\] int64, is \[1, 1\] int64"
+        r"method mine: token_ids should be \[1, 4\] int64, but is \[1, 1\] int64"
     ),
     "return Candidates(torch.zeros(1, draft.k), draft.caps)": (
-        r"method mine: token_ids should be \[1, 4\] int64, is \[1, 4\] float32"
+        r"method mine: token_ids should be \[1, 4\] int64, but is \[1, 4\] float32"
     ),
     "return Candidates(torch.zeros(1, draft.k, dtype=torch.int64), [1])": (
-        r"method mine: lens should be \[1\] int64, is list"
+        r"method mine: lens should be \[1\] int64, but is list"
     ),
     "return Candidates(torch.zeros(1, draft.k, dtype=torch.int64), draft.caps + 1)": (
         r"method mine: \d+ of the lens that propose returned are outside 0..caps"
@@ -342,7 +342,7 @@ def test_classes_that_need_nothing_have_no_constructor(
 BAD_RULES = {
     "return None": "acceptance mine: decide should return a Verdict, not None",
     "return Verdict(candidates.token_ids, candidates.lens)": (
-        "acceptance mine: token_ids should be [1, 5] int64, is [1, 4] int64"
+        "acceptance mine: token_ids should be [1, 5] int64, but is [1, 4] int64"
     ),
     "1 / 0": "acceptance mine: decide raised ZeroDivisionError: division by zero",
 }
@@ -359,14 +359,14 @@ def test_bad_rules_get_one_line(
 
 BAD_POLICIES = {
     "def lengths(self, k): return [k + 1]": "length policy mine: lengths should be integers in "
-    "0..4, are [5]",
+    "0..4, but are [5]",
     "def lengths(self, k): return [0, k]\n    def next_k(self, *a): return 3": (
-        "length policy mine: next_k should be one of [0, 4], is 3"
+        "length policy mine: next_k should be one of [0, 4], but is 3"
     ),
     "def lengths(self, k): return [0, k]": "length policy mine: next_k raised AttributeError: "
     "'Mine' object has no attribute 'next_k'",
     "def caps(self, state, caps): return caps.float()": (
-        "length policy mine: caps should be [1] int64, is [1] float32"
+        "length policy mine: caps should be [1] int64, but is [1] float32"
     ),
 }
 

@@ -335,7 +335,7 @@ def test_hostile_names_are_inert(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (("--memory", "8GiB", "--device-memory", "8GiB", "--estimate"), "exclude each other"),
         (("--set", "cache.cpu_bytes=much"), "cache.cpu_bytes: expected a size such as 80GiB"),
         (("--draft-tp", "3", "--estimate"), "draft TP 3 does not divide target TP 1"),
-        (("--context", "1000000", "--estimate"), "--context: 1000000 tokens are more than"),
+        (("--context", "1000000", "--estimate"), "--context: 1000000 tokens exceed"),
         (("--block-size", "0", "--estimate"), "--block-size"),
         (("--gpu-memory-utilization", "1.5", "--estimate"), "--gpu-memory-utilization"),
     ],

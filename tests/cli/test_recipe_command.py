@@ -54,7 +54,7 @@ def test_show_resolved(capsys: Capture) -> None:
 
 def test_validate(capsys: Capture, tmp_path: Path) -> None:
     assert printed(capsys, "validate", "demo", "llama-3.1-8b-1b").count(": ok\n") == 2
-    valid = {"valid": ["demo"], "warnings": []}
+    valid = {"schema": "specdec.recipe-validate/1", "valid": ["demo"], "warnings": []}
     assert json.loads(printed(capsys, "validate", "demo", "--json")) == valid
     bad = [tmp_path / "a.yaml", tmp_path / "b.yaml"]
     for path in bad:

@@ -21,10 +21,12 @@ from specdec_cli import demo
 from specdec_cli.commands.status import write_pictures
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.loop import Engine
+from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import Best
 from specdec_cli.experiment.folders.records import Key, Point
 from specdec_cli.experiment.folders.records import Sample as Record
 from specdec_cli.experiment.folders.run_folder import RunFolder
+from specdec_cli.experiment.machine import MachineWatch
 from specdec_cli.report.folder import read_folder
 from specdec_cli.terminal.sweep import SweepTable, _first_token_line
 from tests.cli.generate_helpers import Result, on_terminal, prompt_options
@@ -361,6 +363,8 @@ def test_tokens_that_differ_between_points(
     assert json.loads((folder / "summary.json").read_text())["tokens"] == found
     printed = specdec(capsys, *SWEEP, "-o", folder, "--resume")
     assert printed.code == 4 and message in " ".join(printed.out.split())
+    kept_check = json.loads((folder / "summary.json").read_text())["lossless_check"]
+    assert kept_check == check, "a command without the option keeps what was found"
 
 
 @pytest.mark.parametrize(
@@ -598,6 +602,28 @@ def test_a_sweep_without_any_point_ends_as_what_stopped_them(
     monkeypatch.setattr(Engine, "run", fails)
     result = specdec(capsys, *SWEEP, *ONCE, "--json", "-q")
     assert result.code == result.document["error"]["code"] == code
+
+
+def test_an_interrupted_sweep_keeps_what_disturbed_it(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, runs = Engine.run, list[int]()
+
+    def interrupted(self: Engine, requests: Any, k: int, *rest: Any) -> Any:
+        runs.append(k)
+        if len(runs) > 4:
+            raise KeyboardInterrupt
+        return run(self, requests, k, *rest)
+
+    options = [*SWEEP, *ONCE, "--json", "-q", "-o", tmp_path / "run"]
+    load = Notice("cpu_load", "5.0 processes were ready to run on 2 processors")
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "run", interrupted)
+        patch.setattr(MachineWatch, "notices", lambda _: [load])
+        assert specdec(capsys, *options).code == 130
+    whole = specdec(capsys, *options, "--resume", "--strict")
+    assert whole.code == 3 and "cpu_load" in [one["code"] for one in whole.document["warnings"]]
+    assert whole.document["best"]["verdict"] == "inconclusive"
 
 
 def test_resuming_what_fails_again_opens_nothing_else(
@@ -1020,13 +1046,13 @@ def test_arms_that_do_not_fit_together_take_turns(
         (["--k", "99999"], 2, "--k: 99999 is more than 1024"),
         (["--shard", "2/2"], 2, "shards are counted from 0: 0/2 to 1/2"),
         (["--shard", "x"], 2, "--shard: expected I/N"),
-        (["--shard", "7/9"], 2, "shard 7/9 has no prompts: there are 4"),
+        (["--shard", "7/9"], 2, "shard 7/9 has no prompts: the sweep has only 4"),
         (["--batch-size", "0"], 2, "--batch-size: expected numbers such as 1,8"),
         (["--batch-size", "65537"], 2, "--batch-size: expected numbers such as 1,8"),
         (["--resume"], 2, "--resume needs the sweep's folder"),
         (["--dataset", "nowhere.jsonl"], 2, "nowhere.jsonl"),
         (["--limit", "0"], 2, "--limit"),
-        (["--draft", "demo:draft", "--draft", "demo:draft"], 2, "is there twice"),
+        (["--draft", "demo:draft", "--draft", "demo:draft"], 2, "is given twice"),
         (["--set", "draft=null"], 2, "no proposals: the recipe has no draft"),
         (["--set", "speculation.method=none"], 2, "no proposals: speculation.method is none"),
         ([*TWO_DRAFTS, "--set", "speculation.method=ngram"], 2, "--draft: speculation.method is"),
@@ -1197,7 +1223,7 @@ def test_an_edited_sample_is_refused(
         ({"batch_size": 3}, "its batch_size is 3"),
         ({"draft": "a\nb"}, r"its draft is a\nb"),
         ({"accepted_per_round": [1]}, "differ in length"),
-        ({"accepted_per_round": [1], "proposed_per_round": [0]}, "more was accepted"),
+        ({"accepted_per_round": [1], "proposed_per_round": [0]}, "accepted more than it"),
         ({"stage_ms": {"draft": 1.0}}, "stage_ms.draft is damaged"),
         ({"seconds": "1"}, "seconds is damaged"),
         ({"token_ids": [1, None]}, "token_ids is damaged"),
@@ -1260,7 +1286,7 @@ def test_merge_takes_folders_of_sweeps(
     for text in ("[1]", "[" * 100_000):
         (folder / "environment.json").write_text(text)
         result = specdec(capsys, "merge", folder, "-o", tmp_path / "new")
-        refused(result, 5, "no environment of a run")
+        refused(result, 5, "not a run's environment")
         assert specdec(capsys, *SWEEP, "-q", "-o", folder, "--resume").code == 0
 
 

@@ -323,7 +323,7 @@ def test_a_checkpoint_of_another_shape(tmp_path: Path) -> None:
     config = folder / "config.json"
     smaller = json.loads(config.read_text()) | {"intermediate_size": 64}
     config.write_text(json.dumps(smaller))
-    with pytest.raises(SetupError, match=r"has shape \[128, 64\] in the weights and \[64, 64\]"):
+    with pytest.raises(SetupError, match=r"has shape \[128, 64\] in the weights, .* \[64, 64\]"):
         load(description(folder, parallel=TensorParallel(0, 2)), CPU)
 
 
@@ -335,7 +335,7 @@ REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
         {"intermediate_size": 90},
         "its 90 features inside an expert cannot be divided among 4 ranks",
     ),
-    "other experts": ("olmoe", 2, {}, "not known that olmoe stays the same"),
+    "other experts": ("olmoe", 2, {}, "no test shows that olmoe gives the same"),
     "heads": ("llama", 3, {}, "its 4 attention heads cannot be divided among 3 ranks"),
     "more ranks than heads": ("llama", 8, {}, "its 4 attention heads cannot be divided among 8"),
     "key and value heads": (
@@ -360,7 +360,7 @@ REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
         "gemma3n",
         2,
         {},
-        "not known that gemma3n_text stays the same",
+        "no test shows that gemma3n_text gives the same",
     ),
     "a norm over all heads": ("cohere", 2, {}, "its layers do not run in 2 parts"),
 }

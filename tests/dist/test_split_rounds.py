@@ -288,15 +288,15 @@ def test_a_head_that_is_split_in_other_ways_is_not_shared(world: World, tmp_path
 def test_ranks_that_met_differently_often_do_not_meet_again(world: World) -> None:
     """In torch such ranks would wait for each other forever."""
     said = world.run(cases.refusal_to_meet, [2, 2, 0, 0])
-    assert said == ["some of the ranks have met in another group before"] * 4
+    assert said == ["some ranks have connected through shared memory more often than others"] * 4
     assert world.run(cases.refusal_to_meet, [2, 2, 2, 2]) == [None] * 4
 
 
 @pytest.mark.parametrize(
     ("sets", "reason"),
     [
-        ({"target.tensor_parallel_size": 2}, "is 2, and 4 processes run"),
-        ({"target.tensor_parallel_size": 1}, "is 1, and 4 processes run"),
+        ({"target.tensor_parallel_size": 2}, "is 2, but 4 processes are running"),
+        ({"target.tensor_parallel_size": 1}, "is 1, but 4 processes are running"),
         (
             {"target.tensor_parallel_size": 4, "run.device": "cuda:1"},
             "cuda:1 is a single device, but each of the 4 ranks needs its own",

@@ -294,14 +294,20 @@ def test_what_a_markov_head_adds_along_a_block(pairs: dict[str, Pair], kind: str
     memory, state = None, torch.zeros(drafter.rank)
     for token in (3, 90, 14, 61):
         h = torch.randn(1, 64, generator=made)
-        added, _, memory = head(h, torch.tensor([token]), memory)
         wanted, state = drafter.bias(h[0], token, state)
-        assert added is not None and torch.allclose(added[0], wanted, atol=1e-5)
+        logits = torch.randn(1, len(wanted), generator=made)
+        judged = head(h, logits, torch.tensor([token]), memory, needs_confidence=False)
+        assert torch.allclose(judged.logits[0] - logits[0], wanted, atol=1e-5)
+        assert judged.confidence is None
+        memory = judged.memory
 
 
 MARKOV: dict[str, tuple[dict[str, Any], str]] = {
     "type": ({"markov_head_type": "tree"}, "markov_head_type is .tree.: vanilla, gated, rnn"),
-    "rank": ({"markov_rank": 9}, r"markov_w1.weight has shape \[97, 8\], and \[97, 9\]"),
+    "rank": (
+        {"markov_rank": 9},
+        r"markov_w1.weight has shape \[97, 8\], but config.json requires \[97, 9\]",
+    ),
     "confidence": ({"enable_confidence_head": False}, "2 unknown tensors, first conf"),
     "no word": ({"markov_head_type": ["gated"]}, "markov_head_type is .*: vanilla, gated, rnn"),
     "another type": (

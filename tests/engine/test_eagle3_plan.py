@@ -362,7 +362,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
     "layers": ({"outputs": (0, 1, 5)}, {}, "reads hidden states .1, 2, 6. of a target that has 4"),
     "width": ({"hidden": 48}, {}, r"embed_tokens.weight is missing, .* \[97, 64\] float32"),
     "dtype": ({}, {"draft__dtype": "bfloat16"}, r"embed_tokens.weight .* \[97, 64\] bfloat16"),
-    "share": ({}, {"draft__share": ["lm_head"]}, "draft.share: lm_head: .* borrows what it lacks"),
+    "share": ({}, {"draft__share": ["lm_head"]}, "draft.share: lm_head: .* borrows the weights"),
 }
 
 
@@ -399,7 +399,7 @@ def test_a_penalty_changes_a_head_s_proposals_too(pair: Pair) -> None:
 
 LAYER_KEYS = {
     "speculators": "eagle_aux_hidden_state_layer_ids: .1, 2, 9., inputs of layers",
-    "safeailab": "no eagle_aux_hidden_state_layer_ids, so the usual three count",
+    "safeailab": "no eagle_aux_hidden_state_layer_ids, so the default three are used",
     "model-optimizer": r"eagle_config.eagle_aux_hidden_state_layer_ids: .1, 2, 9., outputs",
     "deepspec": "target_layer_ids: .1, 2, 9., outputs of layers",
 }

@@ -354,7 +354,7 @@ def test_columns_in_an_order_of_their_own(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"stored does not suit .*quantization_config\.desc_act"):
         described(folder)
     describe_as(folder, settings | {"desc_act": False})
-    with pytest.raises(SetupError, match="desc_act says that it has none"):
+    with pytest.raises(SetupError, match="desc_act says that it does not"):
         load(described(folder), CPU)
 
 
@@ -392,11 +392,11 @@ def with_code(code: int) -> Callable[[Tensor], Tensor]:
         (STORED["int8"], {"weight_scale": lambda t: t * torch.nan}, "scales that are not numbers"),
         (GPTQ, {"qweight": lambda t: t.float()}, "float32 of .* not int32"),
         (GPTQ, {"qzeros": lambda t: t + 1}, "sym says that it has none"),
-        (GPTQ, {"g_idx": lambda t: t.flip(0)}, "order of columns"),
+        (GPTQ, {"g_idx": lambda t: t.flip(0)}, "permutes its columns"),
         (AWQ, {"qzeros": lambda t: t[:1]}, r"zeros of shape \[128, 1\]"),
         (AWQ, {"qzeros": None}, "lacks its zeros"),
-        (AWQ, {"weight_scale_2": lambda t: torch.ones(1)}, "is not understood"),
-        (PACKED, {"weight_shape": lambda t: t.flip(0)}, "by its weight_shape"),
+        (AWQ, {"weight_scale_2": lambda t: torch.ones(1)}, "its format is not supported"),
+        (PACKED, {"weight_shape": lambda t: t.flip(0)}, "the weight_shape of"),
         (PACKED, {"weight_zero_point": None}, "lacks its zeros"),
         (PACKED, {"weight_scale": lambda t: t.double()}, "scales that are float64"),
         (STORED["mxfp4"], {"weight_scale": lambda t: t.float()}, "scales that are float32"),
@@ -405,7 +405,7 @@ def with_code(code: int) -> Callable[[Tensor], Tensor]:
         (GPTQ, {"qweight": lambda t: t[:1], "g_idx": None}, r"has shape \[128, 8\]"),
         (GPTQ, {"scales": lambda t: t[0, 0]}, r"scales of shape \[\]"),
         (AWQ, {"qzeros": lambda t: t[:0]}, r"zeros of shape \[128, 0\]"),
-        (PACKED, {"weight_shape": lambda t: t.float()}, "by its weight_shape"),
+        (PACKED, {"weight_shape": lambda t: t.float()}, "the weight_shape of"),
         (STORED["mxfp4"], {"weight_scale": lambda t: t | 255}, "scales that are not numbers"),
         (STORED["modelopt"], {"weight": with_code(0x7F)}, r"not numbers \(NaN\)"),
         (STORED["modelopt"], {"weight": with_code(0xFF)}, r"not numbers \(NaN\)"),

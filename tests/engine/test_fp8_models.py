@@ -146,10 +146,10 @@ def test_scales_without_a_cache_in_fp8_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scales", "settings", "message"),
     [
-        ({(0, "k"): [0.1], (0, "v"): [0.1]}, {}, "has scales for its KV cache, and layer 1 lacks"),
-        (SCALES | {(1, "v"): [0.1, -1.0]}, {}, "layers.1.self_attn.v_scale of {} has a value"),
-        (SCALES | {(1, "v"): [float("nan")]}, {}, "v_scale of {} has a value that is not a scale"),
-        (SCALES | {(0, "k"): [0.1] * 3}, {}, "k_scale of {} has shape [3], and the model 2 heads"),
+        ({(0, "k"): [0.1], (0, "v"): [0.1]}, {}, "has scales for its KV cache, but layer 1 lacks"),
+        (SCALES | {(1, "v"): [0.1, -1.0]}, {}, "layers.1.self_attn.v_scale of {} must have"),
+        (SCALES | {(1, "v"): [float("nan")]}, {}, "v_scale of {} must have finite values above 0"),
+        (SCALES | {(0, "k"): [0.1] * 3}, {}, "k_scale of {} has shape [3], but the model has 2"),
         (SCALES, {"num_bits": 8, "type": "int"}, "quantization_config.kv_cache_scheme is"),
     ],
 )

@@ -65,7 +65,7 @@ def test_several_files_are_listed_and_one_chosen(file: Path) -> None:
     assert "file: other.gguf" in (problem.hint or "")
     assert model_place(str(file.parent), None, "tiny-Q8_0.gguf") == file
     assert "no file third.gguf" in refusal(file.parent, "third.gguf").message
-    assert "is a file" in refusal(file, "third.gguf").message
+    assert "is itself a file" in refusal(file, "third.gguf").message
 
 
 def test_a_folder_for_transformers_stays_one(file: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_package_with_a_model_folder(site: Path, tmp_path: Path) -> None:
 
 def test_packages_without_one_model(site: Path, file: Path) -> None:
     assert "no Python package nonesuch_model" in refusal("package:nonesuch_model").message
-    assert "names no package" in refusal("package:../x").message
+    assert "does not name a package" in refusal("package:../x").message
     install(site, "empty_model", [])
     assert "ships no model" in refusal("package:empty_model").message
     other = Path(shutil.copy(file, file.with_name("other.gguf")))
@@ -357,7 +357,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "kind": ({"tokenizer.ggml.model": "nonesuch"}, 'its kind is "nonesuch"'),
     "merges": ({"tokenizer.ggml.merges": ["a"]}, "cannot load the tokenizer"),
     "no-merges": ({"tokenizer.ggml.merges": None}, "cannot load the tokenizer"),
-    "long": ({"tokenizer.ggml.tokens": ["a" * 5000, "b"]}, "tokens of 5000 characters"),
+    "long": ({"tokenizer.ggml.tokens": ["a" * 5000, "b"]}, "longest token has 5000 characters"),
 }
 
 

@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[int, ...], str]] = {
         (1,),
         "gemma3n_text cannot be used: there are several per token",
     ),
-    "other widths": ("opt", {"word_embed_proj_dim": 32}, (1,), "opt cannot be used: their widths"),
+    "other widths": ("opt", {"word_embed_proj_dim": 32}, (1,), "opt cannot be used: embeddings"),
 }
 
 

@@ -610,7 +610,7 @@ def test_quantised_weights_whose_config_does_not_say_so(tmp_path: Path) -> None:
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
     message = refusal(folder).message
-    assert "is quantised, and config.json does not say how" in message
+    assert "is quantised, but config.json does not say how" in message
 
 
 @pytest.mark.parametrize(

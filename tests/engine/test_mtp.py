@@ -172,7 +172,7 @@ def without(original: Path, folder: Path, dropped: str) -> Path:
 @pytest.mark.parametrize("value", [None, 0])
 def test_a_target_that_promises_none_is_refused(target: Path, value: Any, tmp_path: Path) -> None:
     folder = edited(target, tmp_path / "none", num_nextn_predict_layers=value, num_mtp_layers=value)
-    with pytest.raises(SetupError, match="promises no MTP modules: num_nextn_predict_lay") as found:
+    with pytest.raises(SetupError, match="declares no MTP modules: num_nextn_predict_lay") as found:
         planned(folder)
     assert found.value.code == ExitCode.ENVIRONMENT
     assert planned(folder, 0).draft is None

@@ -123,7 +123,7 @@ def test_a_draft_without_a_token_for_masks_is_refused(
     pair: Pair, token: Any, tmp_path: Path
 ) -> None:
     folder = changed(shutil.copytree(pair.folder, tmp_path / "draft"), pard_token=token)
-    with pytest.raises(SetupError, match=r"pard_token is .* it must be one of 97 ids") as found:
+    with pytest.raises(SetupError, match=r"pard_token is .* must be a token id below 97") as found:
         planned(pair._replace(folder=folder))
     assert found.value.code == ExitCode.ENVIRONMENT and "\n" not in found.value.message
 

@@ -100,7 +100,7 @@ def test_what_cannot_be_had_is_refused(what: str, tmp_path: Path) -> None:
 def test_a_rank_needs_a_process_and_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     sets = {"target.model": "demo:target", "run.device": "cpu"}
     split = load_recipe(None, sets | {"target.tensor_parallel_size": 2})
-    with pytest.raises(UsageError, match="tensor_parallel_size is 2, and 1 process runs"):
+    with pytest.raises(UsageError, match="tensor_parallel_size is 2, but 1 process is running"):
         plan(split)
     monkeypatch.setattr("specdec_cli.engine.devices.world_size", lambda: 2)
     named = load_recipe(None, sets | {"target.tensor_parallel_size": 2, "run.device": "cuda:0"})
@@ -112,7 +112,7 @@ def test_no_text_is_longer_than_the_model_allows() -> None:
     for wanted, found in ((None, 2048), (100, 100), (2048, 2048)):
         sets = {"cache.max_model_len": wanted, "run.device": "cpu"}
         assert plan(load_recipe("demo", sets)).max_model_len == found
-    with pytest.raises(UsageError, match=r"^cache.max_model_len: 2049 is more than the 2048 tok"):
+    with pytest.raises(UsageError, match=r"^cache.max_model_len: 2049 exceeds .* of 2048 tok"):
         plan(load_recipe("demo", {"cache.max_model_len": 2049, "run.device": "cpu"}))
 
 
@@ -155,7 +155,7 @@ def test_a_config_alone_takes_the_targets_tokenizer(tmp_path: Path) -> None:
     assert found.draft is not None and found.tokenizer.vocabulary()["w3"] == 3
     small = save_tiny(tmp_path / "small", "llama", vocab_size=50)
     sets |= {"draft.model": str(small), "draft.load_format": "dummy"}
-    with pytest.raises(SetupError, match=r"has 50 ids and target .* more"):
+    with pytest.raises(SetupError, match=r"has 50 ids, but target .* has more"):
         plan(load_recipe(None, sets))
 
 

@@ -76,8 +76,8 @@ def test_scales_of_bytes_are_powers_of_two() -> None:
     [
         (random_fp8(256, 256)[0], torch.ones(4, 4), "scales of shape [4, 4]"),
         (random_fp8(256, 256)[0], torch.ones(1, 2), "scales of shape [1, 2]"),
-        (random_fp8(256, 256)[0], torch.ones(()), "they are [2, 2]"),
-        (random_fp8(2, 256, 256)[0], torch.ones(2, 2), "they are [2, 2, 2]"),
+        (random_fp8(256, 256)[0], torch.ones(()), "they should have shape [2, 2]"),
+        (random_fp8(2, 256, 256)[0], torch.ones(2, 2), "they should have shape [2, 2, 2]"),
         (random_fp8(256)[0], torch.ones(2), "is float8_e4m3fn of [256]"),
         (torch.ones(256, 256), torch.ones(2, 2), "is float32 of [256, 256]"),
         (torch.ones(256, 128, dtype=torch.int8), torch.ones(2, 2), "is int8 of [256, 128]"),
@@ -206,7 +206,7 @@ def test_one_scale_where_blocks_are_meant_names_the_key(shape: tuple[int, ...]) 
     stored = {MATRIX: codes, f"{MATRIX}_scale": scale, "layer.input_scale": torch.ones(())}
     tensors = {n: lambda part=None, t=t: t for n, t in stored.items()}
     settings = {"quant_method": "fp8", "activation_scheme": "static"}
-    with pytest.raises(SetupError, match=r"with blocks of 128 x 128 they are \[3, 2\]") as caught:
+    with pytest.raises(SetupError, match=r"128 x 128 they should have shape \[3, 2\]") as caught:
         dequantised(tensors, settings, torch.float32, "m")[MATRIX]()
     assert "weight_block_size" in (caught.value.hint or "")
     found = dequantised(tensors, settings | {"weight_block_size": None}, torch.float32, "m")

@@ -207,7 +207,7 @@ NAMED = "model.layers.1.mlp.up_proj.weight"
         (
             "_scale",
             lambda t: t[:-1],
-            "scales of shape [7, 2]; with blocks of 16 x 32 they are [8, 2]",
+            "scales of shape [7, 2]; with blocks of 16 x 32 they should have shape [8, 2]",
         ),
         ("", lambda t: t[:, :-1].clone(), "has shape [128, 62]"),
         ("", lambda t: t.char(), "is int8 of [128, 32], but its scales are for a matrix of int16"),

@@ -424,7 +424,7 @@ def test_token_ids_that_are_none_are_an_error(dialect: str, ids: list[Any]) -> N
     server = FakeServer(dialect, faults=Faults(ids=ids))
     with session_of(server) as ask:
         (answer,) = ask(1)
-    assert "token ids or a usage that are not whole numbers" in str(answer.error)
+    assert "a token id or a usage that is not a whole number" in str(answer.error)
     assert answer.finish_reason == "error" and retries([answer]) == 2
 
 
@@ -434,7 +434,7 @@ def test_tokens_that_nothing_counts_are_an_error(dialect: str) -> None:
     server = FakeServer(dialect, faults=Faults(usage=None, no_ids=True))
     with session_of(server) as ask:
         answers = ask(2)
-    told = "the server sends neither token ids nor usage to count tokens by"
+    told = "the server sends neither token ids nor usage: cannot count tokens"
     assert [a.error for a in answers] == [told] * 2 and server.asked == 2
 
 

@@ -310,6 +310,9 @@ def test_what_fails_is_a_sample_and_the_point_stays(
     assert first["num_retries"] == 1 and {s["finish_reason"] for s in others} == {"length"}
     p = point(found, 3)
     assert p["status"] == "ok" and p["num_retries"] == 1 and p["metrics"]["num_prompts"] == 3
+    with running(server := FakeServer(k=3)):  # the prompt that failed runs again, and no other
+        found = swept(capsys, *urls(server), "--set", "run.warmup=0", "-o", tmp_path, "--resume")
+    assert len(server.written) == 1 and point(found, 3)["metrics"]["num_prompts"] == 4
     server = FakeServer(k=3, faults=Faults(statuses=[(500, {}), *[(400, {})] * 9]))
     with running(server):
         found = swept(capsys, *urls(server), "--set", "run.warmup=0", code=3)
@@ -411,6 +414,12 @@ def test_generate_with_a_server(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         assert "servers from" not in found.err
         texts = [[o["text"] for o in d["outputs"]] for d in (document, json.loads(again.out))]
         assert texts[0] == texts[1] and len(server.written) == 3  # one of the two again
+    failing = FakeServer(k=3, faults=Faults(statuses=[(400, {})]))
+    with running(failing):
+        words = (*words, failing.url, "--json", "-o", str(tmp_path / "failed"))
+        assert specdec(capsys, *words).code == 3
+        again = specdec(capsys, *words, "--resume")
+        assert again.code == 0 and len(failing.written) == 2, again.err
     with running(other := FakeServer(k=2)):
         resumed = ("generate", "--resume", "-o", str(tmp_path), "--server", other.url)
         told = specdec(capsys, *resumed)
@@ -502,7 +511,7 @@ def test_servers_that_do_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: P
         assert code == 2 and "k = 3" in told
         swept(capsys, *urls(fast), "-o", tmp_path)
         code, told = _told(capsys, *urls(fast), "--baseline", tmp_path)
-        assert code == 2 and "speculates" in told and "k = 3" in told
+        assert code == 2 and "no samples at k = 0, only at k = 3" in told
     code, told = _told(capsys, *urls(fast))
     assert code == 5 and f"no server answers at {fast.url}: Connect call failed" in told
     assert "hint: check that it is up, its host and its port; sweep-k --serve" in told

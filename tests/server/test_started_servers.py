@@ -189,8 +189,14 @@ def test_refused(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         told = specdec(capsys, "sweep-k", "demo", "--limit", "2", "-q", *more)
         assert told.code == 2 and names in told.err and told.out == "", (more, told.err)
-    told = specdec(capsys, "generate", "demo", "--limit", "1", "--set", "engine.kind=vllm")
-    assert told.code == 2 and "engine.kind" in told.err
+    for command in (
+        ["generate"],
+        ["compare-tp"],
+        ["profile-blocks"],
+        ["profile-blocks", "--estimate"],
+    ):
+        told = specdec(capsys, *command, "demo", "--limit", "1", "--set", "engine.kind=vllm")
+        assert told.code == 2 and "engine.kind" in told.err, command
 
 
 def commanded(kind: str, k: int, *sets: str) -> list[str]:
@@ -292,7 +298,7 @@ def test_launch_words_are_replaced_and_nothing_else() -> None:
 
 def test_methods_that_a_server_has_not() -> None:
     for name in ("peagle", "pard"):
-        with pytest.raises(UsageError, match=f"SGLang has no method {name}: k = 2 has no server"):
+        with pytest.raises(UsageError, match=f"SGLang has no method {name}: it cannot run k = 2"):
             commanded("sglang", 2, f"speculation.method={name}")
     recipe = load_recipe("demo", {"speculation.method": "none"})
     for kind in ("vllm", "sglang"):

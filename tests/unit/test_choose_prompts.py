@@ -111,7 +111,7 @@ def test_samples_that_make_no_sense(tmp_path: Path, rows: Path) -> None:
         read(rows, sample="random")
     plain = tmp_path / "p.txt"
     plain.write_text("a\nb\nc\n")
-    with pytest.raises(UsageError, match="needs categories, and no prompt has one"):
+    with pytest.raises(UsageError, match="needs categories, but no prompt has one"):
         read(plain, limit=2, sample="stratified")
     assert len(read(plain, limit=2, sample="random").prompts) == 2
     given = read_prompts(["x", "y"], str(plain), None, limit=3, sample="random", seed=1)

@@ -167,7 +167,7 @@ def test_slices_are_those_of_datasets(split: str, rows: range, tmp_path: Path) -
 
 BAD: dict[str, tuple[str, str]] = {
     "no-column.csv": ("a,b\n1,2\n", ": none of the columns prompt, question, instruction"),
-    "semicolons.csv": ("prompt;b\n1;2\n", "there is prompt;b"),
+    "semicolons.csv": ("prompt;b\n1;2\n", "it has prompt;b"),
     "cells.csv": ("prompt,b\na,b\na\n", ":3: has 1 cells; the header names 2 columns"),
     "more-cells.csv": ("prompt\na\nb,c\n", ":3: has 2 cells; the header names 1 columns"),
     "quote.csv": ('prompt\na\n"b\nc\n', ":3: not a row of the table: unexpected end of data"),
@@ -217,9 +217,9 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
 
 def test_unknown_columns_and_splits(tmp_path: Path) -> None:
     for extension in ("csv", "parquet"):
-        with pytest.raises(UsageError, match="no column 'quest': there is prompt, category"):
+        with pytest.raises(UsageError, match="no column 'quest': it has prompt, category"):
             load(table(tmp_path, extension), column="quest")
-    with pytest.raises(UsageError, match=r'p.jsonl:1: has no column "quest": there is prompt, cat'):
+    with pytest.raises(UsageError, match=r'p.jsonl:1: has no column "quest": it has prompt, cat'):
         load(table(tmp_path, "jsonl"), column="quest")
     for split in ("test", "train[-3:]", "train[5:80%]", "train[5]", "train+train"):
         with pytest.raises(UsageError, match="a file has no split "):
@@ -294,7 +294,7 @@ def test_a_dataset_folder(cache: Path) -> None:
     for keys, words in [
         ({}, "has several splits: train, test"),
         ({"split": "dev"}, "Unknown split \"dev\". Should be one of ['train', 'test']"),
-        ({"split": "train", "column": "answer"}, "no column 'answer': there is id, question"),
+        ({"split": "train", "column": "answer"}, "no column 'answer': it has id, question"),
         ({"split": "train", "column": "id"}, "row 1: id should be text"),
         ({"subset": "main"}, "BuilderConfig 'main' not found. Available: ['default']"),
     ]:
@@ -360,7 +360,7 @@ def test_what_save_to_disk_wrote(cache: Path) -> None:
         ("both", {"split": "dev"}, 'Unknown split "dev"'),
         ("both", {"split": "train[:1"}, "train[:1"),
         ("whole", {"subset": "main"}, "a saved dataset has no subsets"),
-        ("whole", {"column": "answer"}, "no column 'answer': there is question, x"),
+        ("whole", {"column": "answer"}, "no column 'answer': it has question, x"),
     ]:
         with pytest.raises(UsageError) as refused:
             load(cache / name, **keys)
@@ -414,7 +414,7 @@ def test_what_looks_like_a_path_is_no_id(path: str) -> None:
 
 
 def test_an_address() -> None:
-    with pytest.raises(UsageError, match="is an address"):
+    with pytest.raises(UsageError, match="is a URL"):
         load("https://host/p.jsonl")
 
 

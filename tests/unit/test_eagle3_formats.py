@@ -288,8 +288,16 @@ BAD_WEIGHTS: dict[str, tuple[str, Any, str]] = {
     ),
     "bias": ("midlayer.self_attn.q_proj.bias", torch.zeros(48), "q_proj.bias"),
     "twice": ("layers.0.hidden_norm.weight", torch.zeros(48), "occurs twice"),
-    "shape": ("midlayer.self_attn.q_proj.weight", torch.zeros(48, 48), r"\[48, 48\], and \[48, 96"),
-    "features": ("fc.weight", torch.zeros(48, 96), r"\[48, 96\], and \[48, 144\] by its config"),
+    "shape": (
+        "midlayer.self_attn.q_proj.weight",
+        torch.zeros(48, 48),
+        r"\[48, 48\], but config.json requires \[48, 96",
+    ),
+    "features": (
+        "fc.weight",
+        torch.zeros(48, 96),
+        r"\[48, 96\], but config.json requires \[48, 144\]",
+    ),
     "width": ("norm.weight", torch.zeros(64), r"norm.weight has shape \[64\]"),
     "quantised": ("fc.weight", torch.zeros(48, 144, dtype=torch.int8), "int8, which is quantised"),
     "ids past": ("d2t", torch.arange(31) * 3, "d2t maps to id 120"),

@@ -91,7 +91,7 @@ def test_due_times_of_a_file(tmp_path: Path) -> None:
             "uniform",
             "expected poisson, constant, gamma:SHAPE or a file of due times, got 'uniform'",
         ),
-        ("gamma:0", "the shape of gamma is a number from 0.001 on, got '0'"),
+        ("gamma:0", "the shape of gamma must be from 0.001 to 1e6, got '0'"),
         ("gamma:x", "got 'x'"),
         ("one\n", ":1: expected seconds from 0 on, got 'one'"),
         ("2.5\n\n 1\n", ":3: expected seconds from 2.5 on, got '1'"),
@@ -124,7 +124,7 @@ def test_objectives() -> None:
     assert objective("ttft", "500ms") == 500.0 and objective("e2el", "1.5 s") == 1500.0
     for name, text, told in (
         ("ttft", "500", "did you mean 500ms?"),
-        ("itl", "5ms", "expected ttft, tpot, e2el, got 'itl'"),
+        ("itl", "5ms", "expected one of ttft, tpot, e2el; got 'itl'"),
         ("ttft", "0ms", "above 0"),
         ("ttft", "xms", "above 0"),
         ("ttft", "", "with its unit"),

@@ -6,10 +6,16 @@ from typing import Any
 import pytest
 import torch
 
+from specdec_cli.errors import Notice
 from specdec_cli.experiment import machine
 from specdec_cli.experiment.folders.records import Key, Point, Prediction, Sample
 from specdec_cli.experiment.machine import MachineWatch
-from specdec_cli.experiment.statistics.noise import noise_in, predictions_off, seams_in
+from specdec_cli.experiment.statistics.noise import (
+    disturbances,
+    noise_in,
+    predictions_off,
+    seams_in,
+)
 from specdec_cli.experiment.sweep.gains import measured_gains
 from specdec_cli.experiment.sweep.recommend import recommend
 from tests.report_helpers import sample_record
@@ -163,6 +169,7 @@ def test_an_outlying_repeat_and_repeats_that_disagree_are_told() -> None:
             seconds[2] *= 1.12
     (notice,) = noise_in(samples_of(times))
     assert notice.code == "repeats_disagree" and notice.evidence["repeats"] == [1, 3]
+    assert notice.evidence["batch_size"] == 1
     low, high = notice.evidence["ratio_ci"]
     assert low < 1 / 1.12 < high < 1.0
 
@@ -191,6 +198,18 @@ def test_no_recommendation_is_significant_over_a_warning() -> None:
     assert "since times were disturbed (outlying_repeats); the same prompts" in disturbed.reason
     assert (calm.verdict, disturbed.verdict) == ("use", "inconclusive")
     assert disturbed.needed and disturbed.needed.prompts == PROMPTS
+
+
+def test_a_warning_counts_at_the_batch_sizes_that_its_evidence_names() -> None:
+    drift = Notice("baseline_drift", "", {"batch_size": 8, "change": 0.2})
+    points = [{"k": 4, "batch_size": 32}, {"k": 2, "batch_size": 8}]
+    fast = Notice("impossible_speedup", "", {"points": points})
+    load, few = Notice("cpu_load", "", {"runnable": 4.0}), Notice("few_prompts", "")
+    told = [drift, fast, load, few]
+    assert disturbances(told) == [drift, fast, load]
+    assert disturbances(told, 1) == [load]
+    assert disturbances(told, 8) == [drift, fast, load]
+    assert disturbances(told, 32) == [fast, load]
 
 
 def with_outlier() -> Times:

@@ -40,9 +40,9 @@ def test_examples(text: str, expected: tuple[str, str | None, str | None]) -> No
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "names no path"),
-        (" ", "names no path"),
-        (":train", "names no path"),
+        ("", "has no path"),
+        (" ", "has no path"),
+        (":train", "has no path"),
         ("a:b:c:d", "more than three parts"),
         ("demo:prompts:a:b:c", "more than three parts"),
         ("https://h:1/x:a:b:c", "more than three parts"),

@@ -1,5 +1,6 @@
 """Points from samples: their intervals, and the recommended point."""
 
+import gc
 import math
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,7 +10,7 @@ import pytest
 from specdec_cli.backends.native import finished
 from specdec_cli.core.figures import STAGES, Metrics
 from specdec_cli.core.types import Sequence
-from specdec_cli.errors import ExitCode
+from specdec_cli.errors import ExitCode, RunError
 from specdec_cli.experiment.folders.conclusions import Arm, Best, Tokens
 from specdec_cli.experiment.folders.records import CategoryMetrics, CurvePart, Key, Point, Sample
 from specdec_cli.experiment.folders.samples import Samples, not_measured
@@ -310,7 +311,7 @@ def test_intervals_lie_around_their_figures() -> None:
 
 
 def test_samples_that_cannot_be_are_told() -> None:
-    with pytest.raises(ValueError, match="more proposed than k"):
+    with pytest.raises(ValueError, match="or proposed more than k"):
         sample(0, [(3, 1)], 1.0, k=2)
     last = sample(3, [(3, 1)], 1.0)
     assert not_measured(last, 4, 1) is None
@@ -631,6 +632,25 @@ def test_the_parts_of_the_time_curve_are_spread_over_the_sweep() -> None:
     assert at[0] == 0 and at[-1] >= 90 and len(set(at)) == 16
     job.prompts = range(3)
     assert curve_parts(job, 1) == 1, "each part takes the place of no more than half of the units"
+
+
+def test_no_garbage_is_collected_while_a_point_is_measured() -> None:
+    seen = []
+
+    class Failing:
+        def run(self, *_: object) -> None:
+            seen.append(gc.isenabled())
+            raise RunError("the device failed")
+
+    loop = MeasuringLoop(
+        lambda _: cast(Any, Failing()), cast(Any, None), cast(Any, None), cast(Any, None)
+    )
+    tokenizer = SimpleNamespace(finding=lambda _: None)
+    plan = SimpleNamespace(params=SimpleNamespace(stop=[]), tokenizer=tokenizer)
+    job: Any = SimpleNamespace(prompts=[], token_ids=[], plan=plan)
+    with pytest.raises(RunError):
+        loop.run(Key("d", 1, 2), job, cast(Any, None))
+    assert seen == [False] and gc.isenabled()
 
 
 def test_points_take_turns_over_repeats_and_units() -> None:

@@ -145,8 +145,8 @@ JSONL: dict[str, tuple[str | bytes, int, str]] = {
     "content-empty": (messages('{"role": "user", "content": ""}'), 2, "messages[0].content is empty"),
     "content-blank": (messages(USER, SAID, '{"role": "user", "content": " "}'), 2, "messages[2].content is empty"),
     "content-surrogate": (messages('{"role": "system", "content": "\\ud800"}', USER), 2, "messages[0].content is not valid Unicode"),
-    "only-answers": (messages(SAID), 2, "the messages are only the assistant's: nothing to answer"),
-    "only-answers-after-system": (messages('{"role": "system", "content": "s"}', SAID, SAID), 2, "nothing to answer"),
+    "only-answers": (messages(SAID), 2, "the messages contain nothing for the assistant to answer"),
+    "only-answers-after-system": (messages('{"role": "system", "content": "s"}', SAID, SAID), 2, "nothing for the assistant to answer"),
 }  # fmt: skip
 CASES = [(".txt", case) for case in TEXT] + [(".jsonl", case) for case in JSONL]
 

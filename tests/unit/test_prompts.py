@@ -133,7 +133,7 @@ def test_a_conversation_keeps_its_own_system_message(role: str) -> None:
 
 def test_conversations_that_cannot_be() -> None:
     for prompt, chat, words in [
-        (ASKED, "off", "has messages, and the chat template is off"),
+        (ASKED, "off", "has messages, but the chat template is off"),
         (IDS, "on", "token ids cannot go through a chat template"),
     ]:
         with pytest.raises(UsageError, match=f"p.jsonl:3: {words}"):

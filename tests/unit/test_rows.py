@@ -211,7 +211,7 @@ def test_a_row_without_a_known_key_says_which_it_has(row: dict[str, Any], tmp_pa
     with pytest.raises(UsageError) as refused:
         read(tmp_path, row)
     inner = row.get("body", row)
-    assert refused.value.message.endswith(f"there is {', '.join(inner)}")
+    assert refused.value.message.endswith(f"it has {', '.join(inner)}")
     assert "data.column" in (refused.value.hint or "")
     if "body" not in row:
         (found,) = read(tmp_path, row, column=next(iter(row)))

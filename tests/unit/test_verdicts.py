@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from specdec_cli.experiment.points import measured
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.evidence import needed_for, needed_in_words
 from specdec_cli.experiment.statistics.evidence import verdict_of as of
+from specdec_cli.experiment.sweep.document import _of_batches
 from specdec_cli.experiment.sweep.gains import measured_gains
 from specdec_cli.experiment.sweep.recommend import recommend, recommend_by_category
+from specdec_cli.experiment.sweep.sweep_records import SweepRecords
 from tests.unit.test_compare import SETTINGS, changed, sample
 
 NOISY = [Notice("cpu_load", "5.0 processes were ready to run on 2 processors")]
@@ -132,6 +135,21 @@ def test_a_category_of_few_prompts_recommends_nothing() -> None:
     assert {one.verdict for one in noisy.values()} == {"inconclusive"}
 
 
+def test_noise_at_one_batch_size_leaves_the_others_significant() -> None:
+    times = [0.5 + i / 100 for i in range(12)]
+    points, _, samples = with_categories({"a": times, "b": times})
+    points += [point.model_copy(update={"batch_size": 8}) for point in points]
+    records = SweepRecords(
+        samples=samples | {replace(k, batch_size=8): samples[k] for k in samples}
+    )
+    settings: Any = SimpleNamespace(batch_sizes=(1, 8), drafts=("d",), seed=0)
+    drift = Notice("baseline_drift", "rounds became slower", {"batch_size": 8})
+    found = _of_batches(settings, records, points, [drift])["best_by_batch_size"]
+    assert (found["1"].verdict, found["8"].verdict) == ("use", "inconclusive")
+    parts = [found[size].per_category["a"].verdict for size in ("1", "8")]
+    assert parts == ["use", "inconclusive"]
+
+
 def test_nothing_to_compare_is_inconclusive() -> None:
     points, gains, _ = with_categories({"a": [0.5, 0.6], "b": [0.5]})
     best = recommend(points, replace(gains, points=[], why_none="no prompt"), 0)
@@ -173,6 +191,8 @@ def test_a_comparison_has_a_verdict_and_its_cause() -> None:
     assert "exchanges" not in noisy.reason and "times were disturbed (cpu_load)" in noisy.reason
     assert "the same prompts again would decide" in noisy.reason
     assert summary_lines(found)[0].startswith("inconclusive: target TP 2 with draft TP")
+    elsewhere = Notice("baseline_drift", "rounds became slower", {"batch_size": 64})
+    assert verdict_of(compared(0.02), [elsewhere])["best"] == quiet
 
 
 def test_stages_that_may_differ_by_chance_are_no_cause() -> None:

@@ -20,9 +20,9 @@ FP8_MAX = tl.constexpr(448.0)
 def coded(x, scale):
     """Divide values by `scale` and round them to e4m3 as `call.Side.coded` does, but return fp32.
 
-    This rounds with fp32 arithmetic instead of a cast to fp8 and back. The cast would give wrong
-    results: ptxas 12.8 reads a converted value from a wrong register if the value is also packed
-    into a word.
+    This rounds with fp32 arithmetic instead of a cast to fp8 and back. A cast would give wrong
+    results, because of a bug in ptxas 12.8: it reads a converted value from a wrong register if the
+    value is also packed into a word.
     """
     x = tl.div_rn(x.to(tl.float32), scale)
     x = tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)

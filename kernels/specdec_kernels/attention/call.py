@@ -63,7 +63,7 @@ class Side(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """The settings of a layer's attention, the same in every forward pass."""
+    """The settings of a layer's attention. They are the same in every forward pass."""
 
     scale: float
     """Positive factor by which the scores are multiplied."""

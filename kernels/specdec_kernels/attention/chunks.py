@@ -19,8 +19,8 @@ LONGEST = 32768  # longest context that is gathered; this limits the memory for 
 
 
 class Bound(NamedTuple):
-    """The minimum size of a chunk for which gathering its keys and values is faster. A chunk must
-    reach both minimums."""
+    """The minimum size of a chunk for which gathering its keys and values is faster than reading
+    them from the cache. A chunk must reach both minimums."""
 
     queries: int
     """Minimum number of queries."""

@@ -75,7 +75,7 @@ def gather_kv_triton(
 def takes_chunks(
     plan: ChunkPlan | None, cache: LayerCache, call: AttentionCall, dtype: torch.dtype
 ) -> bool:
-    """Return True if there is a plan and a layer can use it.
+    """Return True if there is a plan and the layer can use it.
 
     The layer must compute in 16 bits, use one of HEAD_DIMS for both keys and values, and have
     causal attention without softcap or sinks. If it has a window, the window must be at least as

@@ -1,7 +1,7 @@
 """Ragged paged attention in torch: the CPU path.
 
-The queries of sequence b are its last context positions, and their keys are already in the cache. A
-`GatherPlan` holds every index and mask of one forward pass, for all of its layers.
+The queries of a sequence are the tokens at its last context positions, and their keys are already
+in the cache. A `GatherPlan` holds every index and mask of one forward pass, for all of its layers.
 
 Legend: T packed query tokens, B sequences, H query heads, Hkv key heads (each is shared by H // Hkv
 consecutive query heads), BS slots per block, C context positions.
@@ -18,9 +18,15 @@ from torch import Tensor
 from specdec_kernels.attention.call import AttentionCall, LayerCache, Side
 
 # A batch with at most this many queries per sequence (decoding, scoring) is padded and computed in
-# one call. Batches with more (prefill) are computed one sequence at a time, because padding would
-# cost more.
+# one call. Batches with more (prefill) are computed one sequence at a time, because computing their
+# padding would take longer.
 FEW_QUERIES = 16
+# The overhead of a call in each layer, expressed as a number of keys. All sequences of a call read
+# as many keys as its longest sequence has, so a call for similar lengths may be worth its overhead.
+_CALL = 128
+# The maximum number of keys that a call copies, padding included. Larger copies do not fit into the
+# processor's cache, and the C library returns their memory to the system after each layer.
+_MOST_KEYS = 4096
 
 
 class View(NamedTuple):
@@ -61,7 +67,7 @@ class GatherPart:
 @dataclass(frozen=True)
 class GatherPlan:
     """The cache slots and masks that attention needs in one forward pass. They are computed when a
-    layer first asks for them, then kept for the other layers."""
+    layer first asks for them, and are then kept for the other layers."""
 
     block_tables: Tensor
     query_lens: list[int]
@@ -102,7 +108,7 @@ class GatherPlan:
     def _build_parts(self, view: View) -> list[GatherPart]:
         indices = [b for b, length in enumerate(self.query_lens) if length > 0]
         if max(self.query_lens, default=0) <= FEW_QUERIES:
-            batches = [indices] if indices else []
+            batches = self._batches(indices, view)
         else:
             batches = [[b] for b in indices]
         first_token, parts = 0, []
@@ -113,6 +119,23 @@ class GatherPlan:
             parts.append(part or self._build_part(batch, first_token, view))
             first_token += sum(self.query_lens[b] for b in batch)
         return parts
+
+    def _batches(self, indices: list[int], view: View) -> list[list[int]]:
+        """Split `indices` into consecutive batches, each of which is computed in one call. A
+        sequence joins the batch before it unless the padding costs more than another call."""
+        batches, longest = list[list[int]](), 0
+        for b, end in ((b, self._ends(view)[b]) for b in indices):
+            keys = min(end, self.query_lens[b] + view.window) if view.window else end
+            count = len(batches[-1]) if batches else 0
+            wide = max(longest, keys)
+            padding = count * (wide - longest) + wide - keys
+            if count and padding <= _CALL and (count + 1) * wide <= _MOST_KEYS:
+                batches[-1].append(b)
+                longest = wide
+            else:
+                batches.append([b])
+                longest = keys
+        return batches
 
     def _in_one_piece(self, b: int, first_token: int, view: View) -> GatherPart | None:
         """Return the part for sequence `b` if its keys lie in consecutive slots, otherwise None.
@@ -174,9 +197,9 @@ class GatherPlan:
 
         query = torch.arange(num_queries, device=device)
         length = torch.tensor(lens, device=device)[:, None]
-        # Every query must see a key, since a softmax over none is NaN. A query that pads a sequence
-        # to Q sees the keys of the sequence's last query. A query before the sequence's first token
-        # sees the first key.
+        # Every query must see a key, since a softmax over no keys is NaN. A query that pads a
+        # sequence to length Q sees the keys of the sequence's last query. A query before the
+        # sequence's first token sees the first key.
         query_position = context - length + torch.minimum(query, length - 1)
         query_position = torch.minimum(query_position, last).clamp(min=0)
         ahead = 0 if view.causal else (view.window or num_keys) - 1
@@ -218,8 +241,8 @@ def gather_plan(
     """
     starts = query_start.tolist()
     query_lens = [end - start for start, end in pairwise(starts)]
-    # A sequence of nothing but padding has a context of 0. Its queries must still see one key,
-    # since a softmax over no keys is NaN.
+    # A sequence that consists only of padding has a context length of 0. Its queries must still see
+    # one key, since a softmax over no keys is NaN.
     contexts, ends = context_lens.clamp(min=1).tolist(), list[int]()
     if slots is not None:
         is_live = (slots >= block_size).tolist()
@@ -260,8 +283,8 @@ def gather_attention(
             mask = plan.mask(view, index, group, torch.float32)
             out = _explicit_attention(q, k, v, mask, call)
         elif part.causal:
-            # With is_causal torch skips the upper triangle. This saves more time than repeating the
-            # keys for every query head costs.
+            # With is_causal, torch skips the upper triangle. This saves more time than it takes to
+            # repeat the keys and values for every query head.
             q = q.view(n, num_heads, q_len, dk)
             k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale)
@@ -298,7 +321,7 @@ def _explicit_attention(
     scaled_dot_product_attention does not support.
 
     Shapes: q [n, Hkv, G * Q, Dk], k [n, Hkv, C, Dk], v [n, Hkv, C, Dv], mask [n, 1, G * Q, C]; G is
-    the number of query heads per key head. A mask of None hides nothing. Returns the shape
+    the number of query heads per key head. A mask of None hides nothing. Returns
     [n, Hkv, G * Q, Dv] in the dtype of `q`.
     """
     n, kv_heads, rows, _ = q.shape

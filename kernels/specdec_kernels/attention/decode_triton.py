@@ -81,8 +81,8 @@ def zero_padding(
 @triton.jit
 def anchored(tile):
     """Keep the compiler from converting an fp8 tile to a matmul operand's layout before this point.
-    It would otherwise convert right after the loads, and therefore wait for them there, with
-    barriers.
+    Otherwise it would convert the tile right after issuing the loads, and barriers there would make
+    the program wait for the loads too early.
     """
     key, value, visible = tile
     if not INTERPRETED:
@@ -114,7 +114,7 @@ def rope_attention_kernel(
     out_ptr,  # [T, H, D], out
     partial_ptr,  # [B, Hkv, SPLITS, BLOCK_M, BLOCK_D] fp32, out; only with SPLITS > 1
     stats_ptr,  # [B, Hkv, SPLITS, BLOCK_M] int64, `packed_stats`, out; only with SPLITS > 1
-    epochs_ptr,  # [>= B Hkv, 2] int32, in and out, for `arrive`, `wait_for`; only with SPLITS > 1
+    epochs_ptr,  # [>= B Hkv, 2] int32, counters of `epoch_of`, in and out; only with SPLITS > 1
     scale,
     softcap,
     eps,
@@ -234,12 +234,13 @@ def rope_attention_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # Always true without splits, but keep the branch. Otherwise the compiler would rotate queries
-    # and new keys in a matmul operand's layout, in which every warp holds all of them.
+    # Keep this branch although its condition is always true without splits. Otherwise the compiler
+    # would rotate queries and new keys in a matmul operand's layout, in which every warp holds all
+    # of them.
     if num_fresh > 0:
         new_key = rotated(new_key, new_turn, key_norm_ptr, half, eps, FORM.dim)
         if scales_ptr is not None:
-            dtype: tl.constexpr = qkv_ptr.dtype.element_ty  # can represent every e4m3 value
+            dtype: tl.constexpr = qkv_ptr.dtype.element_ty  # it can represent every e4m3 value
             new_key = (
                 coded(new_key[0], key_scale).to(dtype),
                 coded(new_key[1], key_scale).to(dtype),

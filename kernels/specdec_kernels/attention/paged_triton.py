@@ -1,7 +1,7 @@
 """Ragged paged attention: one Triton kernel for prefill, decoding and scoring, and a combine step.
 
 A row is a pair of a query token and a query head. A program processes one tile of rows for one key
-head, and reads the context tile by tile through the block table with an online softmax
+head. It reads the context tile by tile through the block table, and computes an online softmax
 (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention-2, 2307.08691). With few queries there are
 too few programs to fill a GPU, so the context is also split, and the partial results are combined
 (Flash-Decoding). The number of splits is chosen from shapes alone, because the lengths are known
@@ -215,8 +215,8 @@ def paged_attention_kernel(
     if INTERPRETED:
         query = query.to(tl.float32)
 
-    # No query of the tile sees a key outside [low, high). The slots of those keys may be
-    # uninitialised.
+    # No query of the tile sees a key outside [low, high). The slots of keys outside this range may
+    # be uninitialised.
     first_position = context - query_len + tile_start
     low = 0
     if FORM.window > 0:
@@ -244,7 +244,7 @@ def paged_attention_kernel(
         tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
     )
     # Every query of the tile sees the keys [low, whole), so a first loop processes them without a
-    # mask. In fp32 a separate loop would gain nothing and take long to compile.
+    # mask. In fp32 a separate loop would not be faster and would take long to compile.
     IN_TWO: tl.constexpr = FORM.window == 0 and query_ptr.dtype.element_ty.primitive_bitwidth == 16
     whole = low
     if IN_TWO:
@@ -265,7 +265,7 @@ def paged_attention_kernel(
         partial = out_row * SPLITS + split
         tl.store(row_max_ptr + partial, row_max, mask=row_live)
         tl.store(row_sum_ptr + partial, row_sum, mask=row_live)
-        # Store no values for splits without keys, which are the majority in a short context: the
+        # Most splits of a short context have no keys. Store no values for these, because the
         # combine step does not read them.
         tl.store(
             out_ptr + (partial * DV)[:, None] + dim_v[None, :],
@@ -374,8 +374,8 @@ def paged_attention_triton(
     cut = PagedTiles(block_m, block_n, block_dk, block_dv, splits, packed, num_warps)
     form = form_of(call, num_heads, cache)
     device = query.device
-    # `out` need not be zeroed first: for tokens past the last sequence, the attention kernel writes
-    # zeros, or with splits the combine step.
+    # `out` need not be zeroed first. The attention kernel writes zeros for tokens past the last
+    # sequence; if there are splits, the combine step does.
     out = torch.empty((num_tokens, num_heads, dv), dtype=query.dtype, device=device)
     if splits > 1:
         partial = torch.empty((num_tokens, num_heads, splits, dv), device=device)

@@ -98,9 +98,9 @@ def paged_attention(
 ) -> Tensor:
     """Compute attention of ragged queries over a paged KV cache, with grouped query heads.
 
-    Sequence b's queries are its last `query_start[b + 1] - query_start[b]` context positions, and
-    their own keys are already in the cache. Query head h reads key head h // (H // Hkv). Inputs are
-    fp32, fp16 or bf16; sums are accumulated in fp32.
+    Sequence b's queries are the tokens at its last `query_start[b + 1] - query_start[b]` context
+    positions, and their own keys are already in the cache. Query head h reads key head
+    h // (H // Hkv). Inputs are fp32, fp16 or bf16; sums are accumulated in fp32.
 
     query: [T, H, Dk]. The output of tokens at or past `query_start[B]` is zero.
     slots: the cache slots of the queries' keys. A slot in block 0 marks padding at the beginning or
@@ -168,9 +168,9 @@ def write_kv_turned(
     key_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> None:
-    """Write the keys and values of tokens without queries to the cache, in place.
+    """Write keys and values of tokens to the cache, in place, without computing any queries.
 
-    Before that, keys are normed, unless `key_norm` is None, and rotated.
+    Keys are normalised, if `key_norm` is given, and rotated before they are written.
 
     kv: [T, 2 Hkv D], rows contiguous: for every token its key heads, then its value heads.
     """
@@ -206,7 +206,7 @@ def rope_attention(
 
     qkv: [T, (H + 2 Hkv) D], rows contiguous: the query, key and value heads of every token. The
     output of tokens at or past `query_start[B]` is zero.
-    slots: the cache slots of each sequence's last positions. Padding has slots in block 0, whose
+    slots: the cache slots of the queries' keys and values. Padding has slots in block 0, whose
     contents are undefined afterwards. If a sequence has more queries than context tokens, its first
     queries are such padding.
     chunks: the pass's long chunks, or None. On CUDA another kernel processes them if that is

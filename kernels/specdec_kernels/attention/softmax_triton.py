@@ -63,8 +63,8 @@ def weighed(row_max, scores, unit):
 def attend_both(query, tile, fresh_tile, scaling, FORM: tl.constexpr):
     """Start a softmax with two tiles at once, so that their steps do not wait for each other.
 
-    Returns maxima [M], the weights of both tiles, [M, N] and [M, F], which the caller must still
-    sum, and the weighted values [M, D].
+    Returns maxima [M], the weights [M, N] of `tile`, the weights [M, F] of the F keys of
+    `fresh_tile`, and the weighted values [M, D]. The caller must still sum the weights.
     """
     key, value, visible = tile
     fresh_key, fresh_value, seen = fresh_tile
@@ -84,8 +84,8 @@ def attend_both(query, tile, fresh_tile, scaling, FORM: tl.constexpr):
 
 @triton.jit
 def scored(query, key, visible, scaling, FORM: tl.constexpr):
-    """Compute scores [M, N], with -inf where a query does not see the key. Also return `unit`:
-    scores times this factor are the exponents for exp2."""
+    """Compute scores [M, N], with -inf where a query does not see the key. Also return `unit`, the
+    factor that turns scores into exponents for exp2."""
     query_first, query_second = query
     key_first, key_second = key
     if INTERPRETED:
@@ -145,7 +145,7 @@ def weighted_mean(row_max, row_sum, acc, sinks_ptr, head, live):
 
 @triton.jit
 def first_seen(old, FORM: tl.constexpr, CUT: tl.constexpr):
-    """Return the position of the first older key that any query sees, and where to start loading.
+    """Return the position of the first older key that any query sees, and the first tile's start.
 
     old: the number of older keys.
 
@@ -193,9 +193,9 @@ def cached_tile(
         column = position // FORM.block_size
         inside = position % FORM.block_size
     block = tl.load(table + column, mask=stored, other=0).to(tl.int64)
-    # Load keys as columns, as the matmul needs them. Transposing rows after the load would go
-    # through shared memory in eight pieces with barriers between them, even before
-    # `after_predecessor`.
+    # Load keys as columns, as the matmul needs them. If loaded rows were transposed, they would
+    # pass through shared memory in eight pieces, with barriers in between, and the compiler would
+    # do this even before `after_predecessor`.
     key_at = key_ptr + (inside * ROW)[None, :] + half[:, None]
     key_at += (block * (FORM.block_size * ROW))[None, :]
     # Loads past the last key read a valid address (block 0), and their values are ignored.

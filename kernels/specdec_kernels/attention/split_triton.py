@@ -19,10 +19,10 @@ def part_of(keys, part, alone, min_keys, UNIT: tl.constexpr, CUT: tl.constexpr):
     begin and end of part `part`, counted from the first of these keys.
 
     All parts but the first and the last have the same number of keys, at least `min_keys`. The last
-    part may have fewer. Part 0 also processes the new keys, which arrive later and need more work,
-    so it normally gets `min_keys` older keys fewer than the others. The others then get more. If
-    they would need another tile of CUT.block_n keys for this, part 0 gets as many as they do. If
-    there are at most `alone` keys, part 0 gets all of them.
+    part may have fewer. Part 0 also processes the new keys, which arrive later and need more work.
+    It therefore normally gets `min_keys` fewer older keys than the others, which makes the others
+    larger. If they would then need another tile of CUT.block_n keys, part 0 gets as many keys as
+    the others. If there are at most `alone` keys, part 0 gets all of them.
     """
     least = tl.cdiv(min_keys, UNIT) * UNIT
     share = tl.cdiv(tl.maximum(tl.cdiv(keys, CUT.splits), least), UNIT) * UNIT
@@ -74,8 +74,8 @@ def few_parts(
     """Combine the parts of a softmax. Returns maxima [R], sums [R] and weighted values [R,
     BLOCK_D].
 
-    Every thread iterates over all parts. The loads are independent, so all are in flight together,
-    and threads need not exchange data.
+    Every thread iterates over all parts, so threads need not exchange data. The loads are
+    independent, so all are in flight together.
     """
     PARTS: tl.constexpr = CUT.few_parts
     dim = tl.arange(0, CUT.block_d)
@@ -104,8 +104,8 @@ def few_parts(
 @triton.jit
 def many_parts(partial_ptr, stats_ptr, parts, row, CUT: tl.constexpr):
     """Do the same as `few_parts`, but for many parts. An unrolled loop over all of them would take
-    long to compile, so each iteration processes BESIDE parts, and the results are summed at the
-    end."""
+    long to compile, so each iteration processes BESIDE parts side by side. The BESIDE partial sums
+    are added up at the end."""
     PARTS: tl.constexpr = CUT.splits
     beside = tl.arange(0, BESIDE)
     dim = tl.arange(0, CUT.block_d)

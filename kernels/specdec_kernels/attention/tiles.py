@@ -20,14 +20,14 @@ MIN_KEYS = 128  # minimum keys in a part; the new keys cost about as much as thi
 COMBINED = 64  # partial values that a thread holds at a time when it combines parts
 ALONE = 128  # a context of at most this many older keys is not split, so nothing is combined
 SCRATCH = 8192  # bytes of shared memory for exchanges between warps
-SHORT_CONTEXT = 2048  # up to this length, fewer programs with more registers each are faster
+SHORT_CONTEXT = 2048  # up to this context length, fewer programs with more registers are faster
 
 
 class Cut(NamedTuple):
     """Launch configuration of `decode_triton.rope_attention_kernel`."""
 
     splits: int  # maximum number of parts into which a context is split
-    few_parts: int  # the function `few_parts` combines up to this many parts, `many_parts` more
+    few_parts: int  # `few_parts` combines up to this many parts, and `many_parts` more than that
     few_rows: int  # rows that a program combines at a time if there are up to `few_parts` parts
     many_rows: int  # rows that a program combines at a time if there are more parts
     block_m: int  # rows of a tile: query tokens times query heads per key head
@@ -41,8 +41,8 @@ class Cut(NamedTuple):
 
 # The number of pipeline stages if contexts are not split. Each case has three upper limits: bytes
 # of a padded head, rows of a tile, and programs per multiprocessor. A program that is alone on a
-# multiprocessor, or has small heads, must load further ahead. In the first case, a multiprocessor
-# is meant to run two programs at a time. With fewer than 7 stages, a third one would fit.
+# multiprocessor, or has small heads, must load further ahead. `H200[0]` has 7 stages so that a
+# multiprocessor runs two programs at a time: with fewer stages, a third program would fit.
 H200 = (
     Case(7, (128, 16, math.inf)),
     Case(5, (128, 32, math.inf)),
@@ -97,7 +97,7 @@ def choose_cut(
     while block_n > 16 and stages_within(room, block_m, block_n, block_d, itemsize) < 3:
         block_n //= 2
     num_warps = 8 if block_m * max(block_d, block_n) > 64 * 128 else 4
-    # The number of programs for which a multiprocessor has enough registers and shared memory.
+    # `each` is the number of programs that fit into a multiprocessor's registers and shared memory.
     each = 2 if block_m <= 32 else 1
     crowded = (
         block_d * itemsize <= 128
@@ -130,9 +130,9 @@ def choose_cut(
 def stages_within(room: int, block_m: int, block_n: int, block_d: int, itemsize: int) -> int:
     """Return the number of pipeline stages that fit into `room` bytes of shared memory.
 
-    The memory also holds queries, weights, SCRATCH and, in fp32, one more tile. A pipeline of
-    n stages needs space for n - 1 tiles, each of keys or of values. With fewer than 3 stages there
-    is thus no space for a tile of each.
+    The memory also holds queries, weights, SCRATCH bytes and, in fp32, one more tile. A pipeline of
+    n stages needs space for n - 1 tiles, each of keys or of values. A tile of keys and a tile of
+    values therefore fit only if there are at least 3 stages.
     """
     tile = block_n * block_d * itemsize
     others = block_m * (block_d + block_n) * itemsize + (tile if itemsize == 4 else 0) + SCRATCH
@@ -183,10 +183,10 @@ def paged_tiles(
 
 
 def paged_splits(programs: int, max_context: int, block_n: int) -> int:
-    """Return the number of parts of a context, a power of two, so that few variants are compiled.
+    """Return the number of parts of a context. It is a power of two, so that only few variants of
+    the kernel are compiled.
 
-    Contexts are split further only while there are at most two programs per multiprocessor. More
-    are not needed.
+    Splitting yields at most two programs per multiprocessor, which are enough.
 
     programs: the number of programs if contexts are not split.
     """

@@ -13,11 +13,11 @@ MAX_ROWS = 256  # maximum rows that a shared buffer holds
 SUM_ROWS, SUM_COLUMNS = 4, 256
 # For sums of up to this many 16-bit values, each rank writes its partial sums into the memory of
 # the other ranks. Each 64-bit word holds two values and a call number, which tells the reader that
-# they have arrived, so the data crosses NVLink once. For larger sums, ranks announce their partial
-# sums and then read each other's. That takes two trips but moves half the bytes.
+# they have arrived, so a sum takes one trip over NVLink. For larger sums, ranks announce their
+# partial sums and then read each other's, which takes two trips but moves half as many bytes.
 PUSHED_NUMBERS = 8 * 8192
-# For sums of at least this many values, more than two ranks divide the work: each rank sums only
-# its share of the rows, and then reads the other ranks' results.
+# For sums of at least this many values, groups of more than two ranks divide the work: each rank
+# sums only its share of the rows, and then reads the other ranks' results.
 SHARED_OUT_NUMBERS = 40 * 8192
 # The size of the tiles in which logits are gathered. GATHER_GROUPS programs share the tiles of a
 # column block: each copies every GATHER_GROUPS-th tile along the rows.
@@ -32,8 +32,8 @@ def num_sum_flags(width: int) -> int:
 def num_pushed_words(size: int, width: int, itemsize: int) -> int:
     """Return the size in 64-bit words of each rank's memory for partial sums from other ranks.
 
-    Return 0 if the dtype does not have 16 bits or the width is odd. Values cannot be packed in
-    pairs then, so ranks always read the others' partial sums instead.
+    Return 0 if the dtype does not have 16 bits or the width is odd. In these cases values cannot be
+    packed in pairs, so ranks always read the others' partial sums instead.
     """
     return size * PUSHED_NUMBERS if itemsize == 2 and width % 2 == 0 else 0
 
@@ -52,8 +52,8 @@ class Peers:
     parts: [buffers, MAX_ROWS, N], this rank's buffers, which the other ranks read. Functions take
         the index of a buffer as the argument `place`.
     addresses: int64 [size], the address of each rank's `parts`.
-    flags: int64 [size], the address of each rank's counters, int32 [F, size], for F
-        tiles. Another rank adds one to its own counter there to announce that its data is written.
+    flags: int64 [size], the address of each rank's counters, int32 [F, size], for F tiles. Rank r
+        adds one to counter r of a tile on another rank to announce that it has written its data.
     epochs: int32 [F, size], for each of this rank's counters, how many announcements this rank has
         already waited for. Sums wait for all ranks at once, so they need only one value per tile
         and use the first F values of the flattened tensor.

@@ -62,7 +62,7 @@ def wait_for_peers(flags, epoch):
 def part_of(addresses_ptr, rank, like_ptr):
     """Return a pointer to a rank's `Peers.parts`, of the same type as `like_ptr`."""
     found = tl.load(addresses_ptr + rank).to(tl.pointer_type(like_ptr.dtype.element_ty))
-    return tl.multiple_of(found, 16)  # aligned: allows 16-byte loads instead of 2-byte ones
+    return tl.multiple_of(found, 16)  # allows 16-byte loads instead of 2-byte ones
 
 
 @triton.jit

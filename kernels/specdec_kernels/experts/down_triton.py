@@ -3,9 +3,9 @@ and prepares the next norm.
 
 A program computes some features of the residual stream for all tokens. It loops over the slots of
 the `ExpertPlan`, one per chosen expert, and adds each expert's output to the rows of the tokens
-that chose it. So the sum needs neither atomics nor a separate kernel, and is always added up in the
-same order. With `splits` > 1, several programs divide the slots, and the last of them to finish
-adds up their partial sums.
+that chose it. So the sum needs neither atomics nor a separate kernel, and its terms are always
+added in the same order. With `splits` > 1, several programs divide the slots, and the last of them
+to finish adds up their partial sums.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
 """The gate and up projections of the chosen experts, for a few tokens.
 
 A program computes some features of one expert, the one in its slot of the `ExpertPlan`. It loads
-only the rows of the tokens that chose the expert, and reads the expert's weights once, however many
-these tokens are. The results are multiplied by the routing weights here, in fp32, so that the down
-projection only needs to add up the experts' outputs.
+only the rows of the tokens that chose the expert, and reads the expert's weights once for all of
+them. The results are multiplied by the routing weights here, in fp32, so that the down projection
+only needs to add up the experts' outputs.
 """
 
 from typing import Any

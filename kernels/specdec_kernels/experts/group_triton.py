@@ -1,5 +1,5 @@
 """The router for larger inputs than those of `route_triton`. One kernel computes the logits, the
-chosen experts and their weights, and groups the pairs of a token and an expert by expert.
+chosen experts and their weights, and groups the (token, expert) pairs by expert.
 
 Each program computes the logits of some tokens and experts. The last program to finish a tile of
 tokens chooses their experts, and appends each pair of a token and an expert to the expert's list.

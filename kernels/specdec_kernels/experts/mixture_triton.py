@@ -1,8 +1,8 @@
 """The second half of a decoder layer with experts, on CUDA. This module chooses the kernels by the
 number of tokens.
 
-For a few tokens it launches three kernels, for more tokens four. For many tokens it uses torch's
-grouped matmuls.
+It launches three kernels for a few tokens and four kernels for more tokens. For many tokens it uses
+torch's grouped matmuls.
 """
 
 from typing import TypeVar

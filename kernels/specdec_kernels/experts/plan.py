@@ -12,8 +12,8 @@ FEW_TOKENS = 16  # maximum number of tokens in a plan; there are no tiles for mo
 
 
 def are_few(num_rows: int, num_chosen: int, num_experts: int) -> bool:
-    """Return whether to use an `ExpertPlan` for T = `num_rows` tokens. They must be 1 to FEW_TOKENS
-    tokens, and too few to choose all experts together."""
+    """Return True if T = `num_rows` tokens should use an `ExpertPlan`: if there are 1 to FEW_TOKENS
+    tokens, and they choose fewer experts in total, T * C, than there are."""
     return 0 < num_rows <= FEW_TOKENS and num_rows * num_chosen < num_experts
 
 

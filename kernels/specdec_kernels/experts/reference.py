@@ -24,7 +24,7 @@ from specdec_kernels.linear.reference import Normed, gate, normed
 from specdec_kernels.linear.stored import Stored, plain_of
 
 CLAMPED = "clamped"  # an activation that only experts have, see `activated`
-TINY = 1e-20  # added to a sum of sigmoid weights before dividing by it, since it may be 0
+TINY = 1e-20  # added to a sum of sigmoid weights before dividing by the sum, which may be 0
 
 
 class Routing(NamedTuple):
@@ -78,8 +78,8 @@ class Experts(NamedTuple):
     limit: float = 7.0
     """For the activation CLAMPED: the maximum of the gate and of the absolute value of up."""
     read: Tensor | None = None
-    """[1] int32, or None. Each call writes to it the number of experts that were chosen, whose
-    weights it therefore read."""
+    """[1] int32, or None. Each call writes the number of chosen experts to this tensor, that is,
+    the number of experts whose weights it reads."""
 
     @property
     def num_experts(self) -> int:

@@ -40,7 +40,7 @@ def load_tile(rows_ptr, live, start, K: tl.constexpr, DEPTH: tl.constexpr, SLICE
     """Load DEPTH values of each row, from column `start` on, with zeros past the end of the row.
 
     rows_ptr: [R], pointers to rows of K values.
-    live: [R], False for rows for which zeros are returned instead of loaded values.
+    live: [R], False for rows that are not loaded but returned as zeros.
     """
     k = depth_of(start, DEPTH, SLICES)
     mask = along_rows(live, SLICES) & along_depth(k < K, SLICES)
@@ -151,8 +151,8 @@ def load_choice_bias(choice_bias_ptr, num_experts, BLOCK_ALL: tl.constexpr):
 
 @triton.jit
 def load_routes(logits_ptr, choice_bias, row, num_rows, num_experts, ROUTING: tl.constexpr):
-    """Load the logits of the tokens with indices `row` [M], and return `weights_of` for them. All
-    programs must have stored their logits before."""
+    """Load the logits of the tokens with indices `row` [M], and return `weights_of` for them. Call
+    this only after all programs have stored their logits."""
     column = tl.arange(0, choice_bias.shape[0])
     known = (column < num_experts)[None, :]
     # Rows past the last token repeat its logits, because a row of only -inf would give NaNs.
@@ -189,7 +189,7 @@ def store_logits(
     SLICES: tl.constexpr = TILES.slices
     EARLY: tl.constexpr = TILES.early
     SWAP: tl.constexpr = TILES.block_m < 16
-    eps = tl.full([], eps, tl.float32)  # a Python float reaches torch.compile's kernels as fp64
+    eps = tl.full([], eps, tl.float32)  # torch.compile passes Python floats as fp64
     expert = tl.program_id(0) * TILES.block_e + tl.arange(0, TILES.block_e)
     expert_live = expert < num_experts
     router_ptr += expert.to(tl.int64) * K
@@ -306,7 +306,7 @@ def launch_router(
     num_experts, squares = experts.num_experts, x.squares
     assert rows.stride(1) == 1 and (squares is None or squares.is_contiguous())
     assert experts.router.shape == (num_experts, width) and experts.router.is_contiguous()
-    # As transformers does, compute sigmoids from fp32 logits.
+    # Compute sigmoids from fp32 logits, as transformers does.
     dtype = torch.float32 if experts.routing.sigmoid else rows.dtype
     logits = torch.empty((num_rows, num_experts), dtype=dtype, device=rows.device)
     parts = 0 if squares is None else squares.shape[1]

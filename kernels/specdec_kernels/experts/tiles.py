@@ -26,16 +26,17 @@ class ExpertTiles(NamedTuple):
 
 # Each case holds the tiles for the gate and up projections, those for the down projection, and the
 # maximum number of tokens for which they are used. They were measured with scripts/bench/experts.py
-# on experts of 2048 x 768. For the down projection it pays to divide the chosen experts among
+# on experts of 2048 x 768. The down projection is faster if the chosen experts are divided among
 # several programs, although the last of these must then add up the partial sums of the others.
 H200 = (
     Case((ExpertTiles(8, 64, 128, 1, 1, 0, 4, 4), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 5)), (2,)),
     Case((ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 5)), (8,)),
     Case((ExpertTiles(16, 32, 256, 1, 1, 0, 4, 3), ExpertTiles(16, 32, 128, 1, 8, 2, 4, 5)), (16,)),
 )
-# The same for quantised weights. These are always the matmul's left operand, whereas other weights
-# are the right operand if block_m is 16. The tiles are used for all inputs of up to 16 tokens, even
-# if every expert has some tokens, because `STORED_GROUPS` was not measured for so few tokens.
+# `STORED` has the cases for quantised weights. These are always the matmul's left operand, whereas
+# other weights are the right operand if block_m is 16. The tiles are used for all inputs of up to
+# 16 tokens, even if every expert is chosen, because `STORED_GROUPS` was not measured for so few
+# tokens.
 STORED = (
     Case((ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 4)), (2,)),
     Case((ExpertTiles(8, 16, 256, 4, 1, 0, 4, 4), ExpertTiles(8, 16, 256, 4, 8, 2, 4, 4)), (8,)),

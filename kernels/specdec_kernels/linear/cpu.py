@@ -4,9 +4,9 @@ For 2 to 16 rows of fp32, torch's MKL takes 2 to 5 times as long as oneDNN with 
 AMD (Zen 4), but only 0.6 to 0.9 times as long on Intel (Sapphire Rapids). In bf16 oneDNN is faster
 on both.
 
-Small fp32 weights are kept both plain and packed. Matmuls of a single row use the plain copy,
-because a oneDNN call has an overhead of 15 us, or 60 us with cold caches, and other code cannot
-read oneDNN's packed layout.
+Small fp32 weights are kept both plain and packed. Matmuls of a single row avoid oneDNN, because a
+call has an overhead of 15 us, or 60 us with cold caches. They need the plain copy, because only
+oneDNN can read its packed layout.
 
 In shapes, T is the number of packed tokens, K the number of input features and N the number of
 output features.
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from specdec_kernels.linear.stored import Stored
 
-SMALL = 3 << 15  # weights of up to this many elements stay plain: faster for 1 to 5 rows
+SMALL = 3 << 15  # weights of up to this many elements stay plain, which is faster for 1 to 5 rows
 BOTH = 1 << 19  # fp32 weights of up to this many elements also have a plain copy, for single rows
 _ROWS = 8  # the row count given to oneDNN; it chooses the same layout for 2 to 64 rows
 
@@ -90,8 +90,9 @@ def pack_weight(weight: Tensor) -> Tensor | PackedWeight:
 
 @torch.no_grad()
 def _packed(weight: Tensor) -> Tensor | PackedWeight:
-    """Pack a weight [N, K] on a CPU, unless it is small or packing does not pay. A plain weight is
-    stored with contiguous columns, which makes MKL's matmuls of few rows up to twice as fast."""
+    """Pack a weight [N, K] on a CPU, unless it is small or packing does not make matmuls faster. A
+    plain weight is stored with contiguous columns, which makes MKL's matmuls of few rows up to
+    twice as fast."""
     forms = forms_of(weight.numel(), weight.dtype)
     plain = weight.T.contiguous().T if forms.plain else None
     if not forms.packed:

@@ -11,9 +11,9 @@ import triton.language as tl
 
 from specdec_kernels.launch_triton import INTERPRETED
 
-# Shift the bits of an e4m3 to where bf16 has its sign, exponent and mantissa. The two formats
-# differ in exponent bias, so every value, even a subnormal, becomes 2^-120 of what it should be.
-# `corrected` makes up for this in the fp32 sums.
+# Shift the bits of an e4m3 number to where bf16 has its sign, exponent and mantissa. The two
+# formats differ in exponent bias, so every value, even a subnormal, is multiplied by 2^-120.
+# `corrected` multiplies the fp32 sums by 2^120 to undo this.
 _FP8 = tl.constexpr(
     """{ .reg .b32 a, b;
     prmt.b32 a, $2, 0, 0x9180; prmt.b32 b, $2, 0, 0xb3a2;  // with 8 more: a byte of its sign
@@ -58,8 +58,8 @@ def decoded(codes, FORM: tl.constexpr, dtype: tl.constexpr):
     """Decode a tile of bytes, each with one code, to `dtype`. The caller applies zero points
     and scales.
 
-    In bf16, fp8 values come out too small by a constant factor. The caller must pass the sums of
-    their products to `corrected`, which makes up for it.
+    In bf16, fp8 values come out too small by the factor 2^-120. The caller must pass the sums of
+    their products to `corrected`, which undoes this.
     """
     if FORM.kind == "int8":
         numbers = codes.to(tl.int8, bitcast=True).to(dtype)
@@ -78,7 +78,7 @@ def decoded(codes, FORM: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def corrected(sums, FORM: tl.constexpr, dtype: tl.constexpr):
-    """Multiply fp32 sums by 2^120, if the fp8 values from `decoded` lacked that factor."""
+    """Multiply fp32 sums by 2^120 if `decoded` returned fp8 values that were too small."""
     if FORM.kind == "fp8" and dtype == tl.bfloat16 and not INTERPRETED:
         sums *= 2.0**120
     return sums
@@ -89,7 +89,7 @@ def decoded_halves(codes, FORM: tl.constexpr, dtype: tl.constexpr):
     """Decode a tile of bytes, each with two codes, to two tiles of `dtype`: the values of the low
     codes, and those of the high codes. The caller applies zero points and scales.
 
-    int4 values come out 128 too large; the caller must subtract this.
+    int4 values come out too large by 128, which the caller must subtract.
     """
     if dtype == tl.bfloat16 and not INTERPRETED:
         low, high = tl.inline_asm_elementwise(

@@ -1,5 +1,5 @@
-"""Computes everything before a model's first matmul in one kernel. Each program looks up the
-embedding, cosines and sines of one token, and applies the first norm to the embedding."""
+"""A kernel for everything before a model's first matmul. Each program looks up the embedding,
+cosines and sines of one token, and applies the first norm to the embedding."""
 
 import torch
 import triton

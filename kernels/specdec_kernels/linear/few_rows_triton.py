@@ -1,5 +1,5 @@
-"""Multiplies a few rows by a weight, with fused norm, gate, bias and residual. The aim is that this
-takes no longer than reading the weight once.
+"""Multiplies a few rows by a weight, with fused norm, gate, bias and residual. The aim is to
+take no longer than reading the weight once.
 
 A program computes BLOCK_N features for all rows, and streams its rows of the weight through shared
 memory. The norm needs no separate pass, because dividing by the root mean square multiplies each

@@ -5,7 +5,7 @@ A program loads all of its rows of the weight into registers at once, before it 
 preceding kernel. Since this takes no shared memory, the programs fit on the multiprocessors beside
 those of the preceding kernel, and keep memory busy while that kernel ends. Otherwise memory would
 be idle between kernels. With small layers, like those of a draft model, it would be idle most of
-the time. Tensor cores gain nothing for one row, so the kernel uses ordinary multiplications.
+the time. Tensor cores are not faster for one row, so the kernel uses ordinary multiplications.
 
 The tiles of a quantised weight hold bytes. If a byte has two codes, they belong to two columns of
 x. Each load of a thread reads LANE bytes of the weight, and the thread also loads the values of x
@@ -55,17 +55,19 @@ def per_code_of(form: Form | None) -> int:
 
 @triton.jit
 def low_columns(byte):
-    """Return the columns that the low codes of bytes belong to, if a byte has two codes.
+    """Return the columns of the low codes of bytes with two codes each.
 
-    A block of 2 * HALF columns takes HALF bytes: see `stored.unpacked`. byte: the bytes' indices.
+    byte: the bytes' indices in a row. A block of 2 * HALF columns takes HALF bytes; see
+    `stored.unpacked`.
     """
     return byte + byte // HALF * HALF
 
 
 @triton.jit
 def columns_of(rows_ptr, ROW: tl.constexpr, CHUNK: tl.constexpr, FORM: tl.constexpr):
-    """Load x in the order of a weight's codes, if each byte has two codes. Return two sequences of
-    tiles [M, CHUNK]: the values to multiply by low codes, and those to multiply by high codes.
+    """Load x in the order in which a weight with two codes per byte stores its codes. Return two
+    sequences of tiles [M, CHUNK]: the values to multiply by low codes, and those to multiply by
+    high codes.
 
     rows_ptr: [M, 1], pointers to rows of x. ROW: bytes of codes in a row of the weight.
     """
@@ -147,7 +149,7 @@ def scaled_sums(sums, x_sums, scale, zero, FORM: tl.constexpr):
     subtracting zero * x_sums from the sums.
     """
     if FORM.kind == "int4":
-        offset = 136.0  # the 128 that `decoded_halves` adds, and 8, the default zero
+        offset = 136.0  # 128, which `decoded_halves` adds, plus 8, the default zero
         if FORM.has_minima:
             offset = 128.0
         elif FORM.has_zeros:

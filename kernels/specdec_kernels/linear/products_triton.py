@@ -6,6 +6,7 @@ This package's kernels fuse the norm, gate, bias and residual with the matmul.
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -33,8 +34,8 @@ def kernel_for(kind: str, x: Tensor, weight: Tensor | Stored) -> Product | None:
     """Return the kernel for a matmul, bound to its launch configuration. Return None if cuBLAS
     should compute the matmul.
 
-    kind: "norm" for `norm_linear`, "gate" for `norm_gate_up`, and "add" for `linear` and
-        `linear_add_norm`.
+    kind: "norm" for `norm_linear`, "gate" for `norm_gate_up`, and "add" for `linear`, `linear_add`
+        and `linear_add_norm`.
     """
     row_tiles = choose_row_tiles(kind, x, weight)
     if row_tiles is not None:
@@ -99,6 +100,15 @@ def linear_triton(
         assert isinstance(weight, Tensor)
         return linear_reference(x, weight, bias, into)
     return product(x, weight, bias=bias, into=into)[0]
+
+
+def linear_add_triton(x: Tensor, weight: Tensor | Stored, residual: Tensor) -> Tensor:
+    """Compute `ops.linear_add` on CUDA."""
+    product, weight = chosen("add", x, weight, kernel_for)
+    if product is None:
+        assert isinstance(weight, Tensor)
+        return torch.addmm(residual, x, weight.T)
+    return product(x, weight, residual=residual)[0]
 
 
 def linear_add_norm_triton(

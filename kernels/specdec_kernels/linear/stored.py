@@ -79,7 +79,7 @@ def _to_e2m1(numbers: Tensor) -> Tensor:
 
 FP8, INT4, INT8, MXFP4 = "fp8", "int4", "int8", "mxfp4"
 BLOCK = 128  # columns per block of interleaved four-bit codes
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of codes 0..7; codes 8..15 are negative
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of codes 0..7; 8..15 are their negatives
 KINDS = {
     FP8: Kind(
         *(torch.float8_e4m3fn, 1, lambda codes: codes.float()),
@@ -128,9 +128,9 @@ class Storage:
     def is_apart(self) -> bool:
         """True if kernels must scale the low and high codes of bytes separately.
 
-        That is so if the two values of a byte may have different scales. It is also so if the
-        weight has minima, because matmul kernels do not subtract minima when they scale both
-        together.
+        This is necessary if the two values of a byte may have different scales. It is also
+        necessary if the weight has minima, because matmul kernels do not subtract minima when they
+        scale both codes together.
         """
         return KINDS[self.kind].per_code > 1 and (self.group[1] % BLOCK > 0 or self.has_minima)
 
@@ -179,7 +179,7 @@ class Storage:
         The scale of each group is chosen so that the group's largest magnitude becomes the kind's
         `largest`. Scales that must be powers of two are rounded up, so the largest magnitude may
         become as small as half of `largest`. If the format has zeros or minima, they are not fitted
-        to the numbers: each just subtracts the kind's `middle` from the codes.
+        to the numbers. Their only effect is to subtract the kind's `middle` from the codes.
         """
         kind, (high, wide), (rows, columns) = KINDS[self.kind], self.group, numbers.shape[-2:]
         wide = wide or columns
@@ -238,18 +238,20 @@ class Stored:
         return numbers.to(dtype)
 
     def rows(self, start: int, stop: int) -> "Stored":
-        """Return a view of the rows start..stop. Raises `ValueError` if a group would be cut."""
+        """Return a view of the rows start..stop. Raises `ValueError` if this splits a group."""
         return self._cut(-2, start, stop)
 
     def columns(self, start: int, stop: int) -> "Stored":
-        """Return a view of the columns start..stop, or a copy if that cuts through a block of
-        interleaved codes. Raises `ValueError` if a group would be cut."""
+        """Return a view of the columns start..stop, or a copy if the range splits a block of
+        interleaved codes. Raises `ValueError` if it splits a group or a packed byte."""
         return self._cut(-1, start, stop)
 
     def _cut(self, dim: int, start: int, stop: int) -> "Stored":
         size = self.shape[dim]
         if not all(self.storage.can_cut(dim, place, size) for place in (start, stop)):
-            raise ValueError(f"{start}..{stop} of {size} cuts through a group")
+            raise ValueError(
+                f"the range {start}..{stop} of {size} splits a quantisation group or a packed byte"
+            )
         storage, kind = self.storage, KINDS[self.storage.kind]
         cuts_block = dim == -1 and any(p % kind.block and p != size for p in (start, stop))
 
@@ -267,7 +269,7 @@ class Stored:
         """Reorder the rows within each run of P consecutive rows. If groups do not consist of whole
         runs, rows may move to another group, so each row of the result gets its own scales.
 
-        order: int64 [P]. Row i of a run becomes what row order[i] of that run was before.
+        order: int64 [P]. Row i of each run is taken from row order[i] of the same run.
         """
         part = self if self.storage.group[0] % len(order) == 0 else self._by_rows()
         places = torch.arange(self.shape[-2], device=order.device)
@@ -294,9 +296,9 @@ class Stored:
 
     @staticmethod
     def joined(parts: Sequence["Stored"]) -> "Stored":
-        """Concatenate weights of the same format along their rows. If any but the last weight ends
-        with an incomplete group of rows, the groups of the result would not be of equal size, so
-        each of its rows gets its own scales instead."""
+        """Concatenate weights of the same format along their rows. If a weight other than the last
+        ends with an incomplete group of rows, the groups of the result would differ in size, so
+        each row of the result gets its own scales instead."""
         assert len({part.storage for part in parts}) == 1
         high = parts[0].storage.group[0]
         if any(part.shape[-2] % high for part in parts[:-1]):

@@ -48,7 +48,7 @@ def form_of(weight: Tensor | Stored) -> Form | None:
 
 
 def operands_of(weight: Tensor | Stored) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the three arguments that stand for a weight in a kernel launch: the codes as bytes,
+    """Return the three arguments that represent a weight in a kernel launch: the codes as bytes,
     the scales and the zeros of a quantised weight, or (weight, None, None) if it is not quantised.
     All tensors must be contiguous."""
     if isinstance(weight, Tensor):
@@ -86,8 +86,8 @@ def along_features(scale, FORM: tl.constexpr, SLICES: tl.constexpr):
 
 @triton.jit
 def bytes_of(start, WIDTH: tl.constexpr, SLICES: tl.constexpr):
-    """Return where each slice of a tile begins in a row of codes, in bytes: a scalar for one slice,
-    else [SLICES]. The tile begins at byte `start`, and its slices are WIDTH bytes wide."""
+    """Return the byte of a row of codes at which each slice of a tile begins: a scalar for one
+    slice, otherwise [SLICES]. The tile begins at byte `start`, and slices are WIDTH bytes wide."""
     return start if SLICES == 1 else start + tl.arange(0, SLICES) * WIDTH
 
 
@@ -95,14 +95,14 @@ def bytes_of(start, WIDTH: tl.constexpr, SLICES: tl.constexpr):
 def first_columns(start, begin_low, FORM: tl.constexpr):
     """Return the column of the first low code in each slice of a tile that begins at byte `start`.
 
-    begin_low: these columns for the tile that begins at byte 0.
+    begin_low: the result of `first_low`, the same columns for a tile that begins at byte 0.
     """
     return begin_low + start * FORM.per_code
 
 
 @triton.jit
 def high_columns(low, FORM: tl.constexpr):
-    """Return the columns of the high codes of bytes. low: the columns of their low codes."""
+    """Return the columns of high codes. low: the columns of the low codes in the same bytes."""
     if FORM.rest > 0:  # an incomplete last block has shorter halves
         return low + tl.where(low < FORM.whole, HALF, FORM.rest)
     else:
@@ -140,8 +140,8 @@ def groups_of(scales_ptr, zeros_ptr, column, live, FORM: tl.constexpr, SLICES: t
     that `of_groups` returns.
 
     column: the first column of each slice. If the weight has neither zeros nor minima, the zero is
-    0. If whole rows share a scale, the scale is 1, because `row_scaled` applies that scale to the
-    sums at the end.
+    0. If each row has a single scale, return the scale 1, because `row_scaled` applies the row's
+    scale to the sums at the end.
     """
     scale, zero = 1.0, 0
     if FORM.wide > 0:
@@ -168,7 +168,7 @@ def tile_groups(
 
 @triton.jit
 def row_scales(scales, live, FORM: tl.constexpr):
-    """Load the scales of whole rows as fp32 [1, N]. Return 1 if a row has several scales.
+    """Load the scales as fp32 [1, N] if each row has a single scale. Otherwise return 1.
 
     scales: [N], pointers to the rows' scales.
     """

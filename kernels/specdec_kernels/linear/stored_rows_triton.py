@@ -1,4 +1,5 @@
-"""Multiplies few rows of x by a quantised weight, with the same fused steps as `few_rows_triton`.
+"""Multiplies x, which has few rows, by a quantised weight. Fuses the same steps as
+`few_rows_triton`.
 
 `stored_sums_triton` computes the sums. x may be split into fp8 terms (see `terms_triton`). Each row
 of x then becomes two rows, whose sums are added up at the end. Since x is fp8, tensor cores can

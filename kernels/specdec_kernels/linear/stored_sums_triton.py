@@ -2,8 +2,8 @@
 
 Tensor cores can read only the left operand of a matmul from registers. The weight is therefore the
 left operand, and x is the right one. Each slice of a tile lies in one group of columns, so its
-product is multiplied by the scales of that group. If whole rows share a scale, it is applied to the
-sums at the end.
+product is multiplied by the scales of that group. If each row has a single scale, it is applied to
+the sums at the end.
 
 A program multiplies a share of each row of the weight. If the share has at most `Tiles.early`
 values, the program loads all of the share's codes, scales and zeros before it waits for the
@@ -40,9 +40,9 @@ from specdec_kernels.linear.stored_groups_triton import (
 
 @triton.jit
 def without_zeros(numbers, zero, FORM: tl.constexpr):
-    """Subtract the zeros of int4 values from `decoded_halves`, and the 128 by which these values
-    are too large. If the weight has neither zeros nor minima, the zero is 8. If it has minima, only
-    128 is subtracted, and `add_scaled` subtracts the minima."""
+    """Subtract the zeros from int4 values that `decoded_halves` returned, and also the 128 by which
+    these values are too large. If the weight has neither zeros nor minima, the zero is 8. If it has
+    minima, only 128 is subtracted, and `add_scaled` subtracts the minima."""
     if FORM.has_minima:
         return numbers - tl.full([], 128.0, numbers.dtype)
     elif FORM.has_zeros:
@@ -53,7 +53,7 @@ def without_zeros(numbers, zero, FORM: tl.constexpr):
 
 @triton.jit
 def add_scaled(x, numbers, scale, zero, sums, FORM: tl.constexpr, SLICES: tl.constexpr):
-    """Return sums + (numbers @ x.T) * scale, separately for each slice. If whole rows share a
+    """Return sums + (numbers @ x.T) * scale, separately for each slice. If each row has a single
     scale, it is not applied here.
 
     Some weights have minima instead of zeros. Subtracting those from `numbers` would round the
@@ -200,7 +200,7 @@ def held_sums(
     GATED: tl.constexpr,
 ):
     """Compute the same as `stored_sums`, for a share of the weight that `held_share` has loaded
-    into registers. All of x that belongs to the share is loaded before the first matmul."""
+    into registers. All values of x for the share are loaded before the first matmul."""
     SLICES: tl.constexpr = TILES.slices
     TILE: tl.constexpr = TILES.block_k // FORM.per_code
     WIDTH: tl.constexpr = TILE // SLICES
@@ -236,7 +236,7 @@ def stored_sums(
     zeros_up,
     live,  # [N]
     first,  # the first byte to read in each row of the weight
-    stop,  # where to stop reading, in bytes, exclusive
+    stop,  # the end of the bytes to read, exclusive
     sums,  # [N, M] or [SLICES, N, M] fp32
     sums_up,
     K: tl.constexpr,
@@ -246,9 +246,9 @@ def stored_sums(
     SPLITS: tl.constexpr,  # how many programs share the columns of a row
 ):
     """Multiply x by the codes in bytes `first` to `stop` of the weight's rows. Add the products to
-    `sums`, and with GATED those of the up features to `sums_up`. Return both.
+    `sums` and, with GATED, the products of the up features to `sums_up`. Return both.
 
-    If whole rows share a scale, it is not applied here: see `row_scaled`.
+    If each row has a single scale, it is not applied here: see `row_scaled`.
     """
     SLICES: tl.constexpr = TILES.slices
     ROW: tl.constexpr = K // FORM.per_code

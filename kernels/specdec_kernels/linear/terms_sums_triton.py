@@ -6,9 +6,9 @@ each byte, which takes less than one instruction for both. A block of codes is t
 one matmul, in registers.
 
 To subtract zeros from the codes, the kernel would have to decode the codes first. Instead, a
-separate matmul multiplies the sums of x over each block by the block's scales times zeros, and its
-result is subtracted. This is possible because a block of codes has one scale and one zero per row.
-Scales of whole rows are applied at the end.
+separate matmul multiplies the sums of x over each block by the products of the block's scales and
+zeros, and its result is subtracted. This is possible because a block of codes has one scale and one
+zero per row. If each row has a single scale, it is applied at the end.
 """
 
 import triton
@@ -22,8 +22,8 @@ from specdec_kernels.linear.terms_triton import sum_of_terms
 
 COLUMNS = tl.constexpr(BLOCK)
 BYTES = tl.constexpr(BLOCK // 2)
-AT_ONCE = tl.constexpr(32)  # blocks of codes per step of the matmul for the zeros
-LIFT = tl.constexpr(2.0**24)  # factor for scales: a matmul would read denormal scales as zero
+AT_ONCE = tl.constexpr(32)  # blocks of codes per step of `part_of_zeros`
+LIFT = tl.constexpr(2.0**24)  # factor for scales, since a matmul reads denormal numbers as zero
 
 
 @triton.jit
@@ -102,8 +102,8 @@ def sums_of_blocks(
     EVEN: tl.constexpr,  # whether the columns form whole blocks, so that no mask is needed
 ):
     """Multiply x by the codes in bytes `first` to `stop` of the weight's rows, with their zeros
-    subtracted. Add the results, times CODE, to `sums` and `sums_up`, and return both. Scales of
-    whole rows are not applied."""
+    subtracted. Add the results, times CODE, to `sums` and `sums_up`, and return both. If each row
+    has a single scale, it is not applied here."""
     scale, _ = groups_of(scales, zeros, 2 * first, live, FORM, 1)
     scale_up = scale
     if GATED:

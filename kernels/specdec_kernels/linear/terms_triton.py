@@ -38,7 +38,7 @@ def terms_kernel(
     column = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * x_stride + column, mask=column < K, other=0.0).to(tl.float32)
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)  # bits of the largest |x|
-    exponent = tl.maximum(bits >> 23, 8)  # at least 8, to keep the next two numbers normal
+    exponent = tl.maximum(bits >> 23, 8)  # at least 8, so that both factors below are normal
     x *= ((261 - exponent) << 23).to(tl.float32, bitcast=True)
     scale = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
     # Get the first term by truncating bits, not by rounding x to e4m3 and converting that back to
@@ -74,7 +74,8 @@ def terms_triton(x: Tensor, summed: int = 0) -> tuple[Tensor, Tensor, Tensor | N
     Returns:
         Terms [T, 2, K] e4m3.
         Scales [T] fp32; x is terms.sum(1) times the scales of its rows.
-        Sums [K / summed, T] fp32 of x / scales over each `summed` columns; None if that is 0.
+        Sums [K / summed, T] fp32: x / scales, added up over every `summed` columns; None if
+            `summed` is 0.
     """
     num_rows, width = x.shape
     assert not summed or width % summed == 0

@@ -41,10 +41,10 @@ Products = dict[str, tuple[Case[Tiles | None], ...]]
 # multiplies all of x, so fewer programs are faster: at 5120 features, 80 programs with 64 features
 # each are faster than 160 programs with 32. From 65 rows on, a gate has tiles only if one wave of
 # programs fills at least 80 % of the multiprocessors; otherwise cuBLAS was faster. A Markov head
-# has as many features as the vocabulary, and a small K. With so small a K, starting a program costs
-# as much as its loads, so each program computes many features. The cases of "add" with more than
-# 6720 features, and those with 2816 features and a K of 8192, were measured on halves and quarters
-# of a 70B model.
+# has as many features as the vocabulary, and a small K. With such a small K, starting a program
+# costs as much as its loads, so each program computes many features. The cases of "add" with more
+# than 6720 features, and those with 2816 features and a K of 8192, were measured on halves and
+# quarters of a 70B model.
 H200: Products = {
     "norm": (
         Case(Tiles(8, 16, 512, 4, 1, 256, 4, 3, 512), (8, 16896), (3584,)),
@@ -149,8 +149,8 @@ _HALVES: Products = {
     ),
 }
 # Tiles for weights with minima, or with groups of fewer than 32 columns. With larger tiles, or with
-# more values loaded early in a gate, the compiler reports that the registers do not suffice. These
-# tiles were not timed.
+# more values loaded early in a gate, the compiler runs out of registers. These tiles were not
+# timed.
 FINE: Products = {
     kind: (
         Case(Tiles(8, 16, 256, 4, splits, 256, 4, 3, few), (8, ANY), (0,)),

@@ -20,7 +20,7 @@ from specdec_kernels.linear.stored import BLOCK, KINDS, Stored
 from specdec_kernels.linear.tile_tables import FINE, STORED, TABLES, TERMS, Tiles
 from specdec_kernels.tiles import first_fit, table_for
 
-FEW_ROWS = 64  # up to this many rows of x, tiles are adapted and matmuls start the next norm
+FEW_ROWS = 64  # up to this many rows of x, tiles are adapted, and matmuls prepare the next norm
 WASTE = 1.25  # a partial last wave matters if ceil(waves) / waves is at least this
 SCRATCH = 4096  # bytes of shared memory for exchanges between warps
 
@@ -28,7 +28,7 @@ SCRATCH = 4096  # bytes of shared memory for exchanges between warps
 NARROW = 7168  # one-row kernels are used if the residual stream has fewer bytes per row
 LANE = 16  # bytes per load of a thread
 LOADED = 256  # bytes of the weight that each thread holds in registers
-GATE = 4096  # minimum bytes of gate weights per program; it loads as many of up weights
+GATE = 4096  # minimum bytes of gate weights per program; it loads as many bytes of up weights
 MOST = 16  # maximum features per program
 CHUNK = 2048  # maximum values of a row in one tile
 HEAD = 4  # if output features / input features exceeds this, the matmul is the LM head
@@ -44,8 +44,8 @@ def spread(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY
     """Add pipeline stages until two programs no longer fit on one multiprocessor, but only if there
     is a multiprocessor for every program.
 
-    Otherwise, a kernel that starts before the preceding kernel has ended would crowd its programs
-    onto the multiprocessors that become free first.
+    Without these stages, a kernel that starts before the preceding kernel has ended would crowd its
+    programs onto the multiprocessors that become free first.
     """
     if programs > MULTIPROCESSORS:
         return tiles
@@ -55,8 +55,8 @@ def spread(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY
 
 
 def at_once(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY) -> Tiles:
-    """Reduce a program's shared memory if all programs can then run at once. Otherwise the last few
-    programs would start only after the others, and the matmul would take twice as long."""
+    """Reduce a program's shared memory if all programs can then run at once. Without this, the last
+    few would start only after the others have ended, and the matmul would take twice as long."""
     waves = programs / resident(tiles, itemsize, room)
     if waves <= 1 or math.ceil(waves) < WASTE * waves:
         return tiles
@@ -67,7 +67,7 @@ def at_once(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMOR
 
 
 def resident(tiles: Tiles, itemsize: int, room: int = SHARED_MEMORY) -> int:
-    """Return the number of programs that can run at once, as far as shared memory limits it."""
+    """Return the number of programs that can run at once if only shared memory limits it."""
     stage = (tiles.block_n + tiles.block_m) * tiles.block_k * itemsize
     early = tiles.block_n * tiles.early * itemsize
     used = stage * buffers(tiles, itemsize) + early + SCRATCH
@@ -75,8 +75,8 @@ def resident(tiles: Tiles, itemsize: int, room: int = SHARED_MEMORY) -> int:
 
 
 def buffers(tiles: Tiles, itemsize: int) -> int:
-    """Return how many buffers a pipeline needs: one fewer than it has stages, or, with wgmma, as
-    many as it has stages, because wgmma reads a buffer for longer."""
+    """Return how many buffers a pipeline needs: one fewer than its number of stages. With wgmma,
+    which reads a buffer for longer, it needs one per stage."""
     is_wgmma = tiles.block_m >= 64 and itemsize == 2
     return tiles.num_stages if is_wgmma else tiles.num_stages - 1
 
@@ -195,7 +195,7 @@ def fits_lanes(weight: Stored) -> bool:
 
 
 def chunk_of(width: int, least: int) -> int:
-    """Return the chunk size for rows of `width` values, at most CHUNK: the largest power of 2 with
+    """Return the chunk size for rows of `width` values, at most CHUNK: the largest power of 2 for
     which the unused lanes of the last chunk are at most 30 % of the width. Never return less than
     `least`, even if more lanes are then unused."""
     chunk = min(CHUNK, power_of_2_from(width))
@@ -217,7 +217,7 @@ def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
     tiles = first_fit(kinds[kind], (x.shape[0], features), (weight.shape[1],))
     if tiles is None:
         return None
-    if x.dtype == torch.float32:  # only for comparing results; mma.sync's K is half as large
+    if x.dtype == torch.float32:  # used only to compare results; mma.sync's K is half as large
         tiles = tiles._replace(block_k=max(128, tiles.block_k // 4), num_stages=2, early=0)
     if tiles.splits == 0:
         wanted = MULTIPROCESSORS * (3 if tiles.num_warps == 4 else 1)

@@ -45,7 +45,7 @@ def padded_pass(
     active: [B] bool.
     block_tables: [B, MB] int32.
     block_size: tokens per block.
-    max_len: the number of positions that the model has.
+    max_len: the number of positions that the model supports.
 
     Returns:
         Ids [B * Q] int64.

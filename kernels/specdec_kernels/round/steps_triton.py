@@ -1,6 +1,7 @@
 """The steps of a round as Triton kernels. The kernel that prepares a forward pass uses one lane per
-token; the other kernels use one program per sequence. Time stamps are written by a kernel, because
-CUDA events captured in a graph cannot be read after each replay."""
+token; those that accept, append or look up tokens use one program per sequence. A kernel also
+writes the time stamps, because CUDA events captured in a graph cannot be read after each replay.
+"""
 
 import torch
 import triton
@@ -275,8 +276,8 @@ def stamp_triton(out: Tensor, place: int) -> None:
 
 @triton.jit
 def suffix_at(text_ptr, place, length, LONGEST: tl.constexpr):
-    """For each index in `place`, return how many tokens just before it match the text's last
-    tokens, counted backwards and up to LONGEST."""
+    """Return how many of the tokens just before each index in `place` match the text's last
+    tokens. Tokens are compared backwards, at most LONGEST of them."""
     count = tl.zeros_like(place)
     goes_on = place < length
     for back in tl.static_range(1, LONGEST + 1):

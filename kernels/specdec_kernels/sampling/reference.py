@@ -34,7 +34,7 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
     """Compute Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
     2011). Returns the random words [..., 4] for a counter [..., 4] and a key [..., 2]. All are
     int64 tensors that hold unsigned 32-bit numbers."""
-    # A round needs few numbers. For these, numpy is three times as fast as torch.
+    # A round needs only a few numbers, which numpy computes three times as fast as torch.
     words, keys = (x.cpu().movedim(-1, 0).numpy().view("uint64") for x in (counter, key))
     even, odd = words[::2], words[1::2]
     factors, steps = (x.reshape(2, *[1] * (counter.dim() - 1)) for x in _PHILOX)
@@ -132,11 +132,11 @@ def masked_scores(logits: Tensor, temperature: float, top_k: int, top_p: float) 
 def to_probs(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
     """Return fp32 distributions over the vocabulary, in the shape of `logits` [..., V].
 
-    Temperature, top-k and top-p are applied in this order, and keep as many tokens as transformers'
-    generation does. Top-k also keeps all ties with the k-th value. Top-p keeps the smallest set of
-    tokens whose mass reaches `top_p`, at least one token. If this set contains only some of several
-    tokens with equal logits, they are those with the highest indices (in transformers, this depends
-    on the sort).
+    Temperature, top-k and top-p are applied in this order, and keep as many tokens as they do in
+    transformers. Top-k also keeps all ties with the k-th value. Top-p keeps the smallest set of
+    tokens whose mass reaches `top_p`, but at least one token. If this set contains only some of
+    several tokens with equal logits, they are those with the highest indices (in transformers, this
+    depends on the sort).
 
     At temperature 0, the first maximum gets probability 1. If a row contains NaN or +inf, or only
     -inf, its result sums to NaN; verification reports such rows.
@@ -252,7 +252,7 @@ def rejection_sample_reference(
     place = torch.arange(width + 1, device=lens.device)
     length = lens.long()[:, None]
 
-    # 1. Accept d_i iff u_i * q(d_i) < p(d_i); count the run of acceptances from the left.
+    # 1. Accept d_i iff u_i * q(d_i) < p(d_i); count the tokens before the first rejected one.
     drafted = place[:width] < length
     token = draft_tokens.masked_fill(~drafted, 0)[..., None]
     q = draft_probs.gather(2, token).squeeze(2)
@@ -310,7 +310,7 @@ class Verification(NamedTuple):
     target: LogitRows | None
     """`logit_rows` of the target's B * (K + 1) rows; needed on CUDA only."""
     temperature: float
-    """temperature, top_k and top_p: the arguments that `logit_rows` got."""
+    """temperature, top_k and top_p: the arguments that were passed to `logit_rows`."""
     top_k: int
     top_p: float
     accept_noise: Tensor

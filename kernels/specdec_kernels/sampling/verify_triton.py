@@ -71,13 +71,13 @@ def draw_token(
     residuals,  # [BLOCK_PARTS], the residual's mass in each part; all 0 to sample from p
     parts_ptr,  # [PARTS], the target's mass in each part at this position
     noise,
-    target,  # 4 values: the two of `rows_at` at this position, factor of p, `exponent_scale`
-    draft,  # 3 values: the two of `rows_at`, and 0; or None, None, token if q is one-hot
+    target,  # a tuple: both results of `rows_at`, the factor of p, and `scale`, log2(e) / T
+    draft,  # a tuple: both results of `rows_at`, and 0; if q is one-hot, (None, None, token)
     DRAFT_V: tl.constexpr,
     K: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """Sample one token, from the residual if it has any mass, else from p."""
+    """Sample one token: from the residual if it has any mass, otherwise from p."""
     every = tl.arange(0, CUT.block_parts)
     lane = tl.arange(0, CUT.block)
     p_ptr, p_row_ptr, _, scale = target
@@ -103,7 +103,7 @@ def write_round(
     row,
     own,  # the token sampled after the accepted ones
     accepted,
-    drafts,  # [BLOCK_K], 0 past `length`
+    drafts,  # [BLOCK_K], 0 from `length` on
     length,
     target_rows_ptr,  # [K + 1, 4] fp32, this sequence's statistics
     K: tl.constexpr,

@@ -1,5 +1,5 @@
-"""Converts what a server sent to answers. Requests overlap in time, so each is charged only a share
-of the time. Rounds are reconstructed if the server reports enough about them."""
+"""Converts a server's responses into answers. Requests overlap in time, so each is charged only a
+share of the time. Rounds are reconstructed if the server reports enough about them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -195,7 +195,7 @@ def finished(
     """Convert the outcome of one request to a `Finished` answer.
 
     k: the run's proposal length. At k = 0, each token after the first chunk counts as one round.
-    source: how the rounds became known; None if they are unknown.
+    source: the source of the rounds, from `all_rounds`; None if the rounds are unknown.
     rounds: the request's rounds.
     times: the request's share of the decoding time, and its share of the whole time from sending to
         the last token, in seconds.

@@ -233,7 +233,7 @@ class ServerBackend:
         session: Session,
         on_stage: Callable[[str], None],
     ) -> Session | None:
-        raise UsageError("--draft: with --server the only draft is the server's")
+        raise UsageError("--draft: with --server, only the server's own draft can be used")
 
     def environment(self, plan: Prepared) -> dict[str, Any]:
         return {

@@ -1,7 +1,8 @@
-"""The HTTP client. It sends each request when it is due, as soon as the limit on concurrent
-requests allows, and reads the answers.
+"""The HTTP client. It sends each request when it is due, or later if the limit on concurrent
+requests has been reached, and reads the answers.
 
-All requests of a run are timed on one clock. `dialects` has the formats of requests and answers.
+All requests of a run are timed on one clock. `dialects` defines the formats of requests and
+answers.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ class Answer:
         requests; 0 if not recorded.
     began: when the last attempt started.
     chunks: the arrival time and the number of new tokens of each chunk that holds text or tokens.
-    error: why there is no usable answer; None if there is one.
+    error: why the answer is not usable; None if it is usable.
     lost_tokens: the largest number of tokens that the server may have generated in failed attempts.
     """
 
@@ -242,7 +243,7 @@ class Client:
             if not is_done or reading.finish_reason is None:
                 raise Broken("the stream ended before the text was complete")
             if not answer.num_tokens and reading.text:
-                raise Refused("the server sends neither token ids nor usage to count tokens by")
+                raise Refused("the server sends neither token ids nor usage: cannot count tokens")
 
     def _read(self, data: bytes, reading: Reading) -> int | None:
         """Add an event to `reading`, and return the number of its new tokens. Returns 0 for text
@@ -260,7 +261,7 @@ class Client:
             *([] if reading.usage is None else [reading.usage]),
         ]
         if any(type(one) is not int or one < 0 for one in counts):
-            raise Broken("the server sent token ids or a usage that are not whole numbers >= 0")
+            raise Broken("the server sent a token id or a usage that is not a whole number >= 0")
         new = len(reading.token_ids) - before[0]
         has_text = not reading.token_ids and len(reading.text) > before[1]
         return new if new or has_text else None

@@ -1,4 +1,4 @@
-"""Reads the counters that a server shows at /metrics, and compares two readings."""
+"""Reads the counters that a server exposes at /metrics, and compares two readings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,8 +82,8 @@ def difference(before: Scrape, after: Scrape, k: int, tokens: int, most_more: in
 
     k: the number of draft positions to count.
     tokens: the number of output tokens in the answers to our requests.
-    most_more: how many tokens in addition to `tokens` the server may have generated for our
-        requests, at most.
+    most_more: the maximum number of tokens that the server may have generated for our requests in
+        addition to `tokens`.
     """
     if has_reset(before, after):
         return RESET

@@ -31,7 +31,7 @@ def address(text: str, option: str) -> str:
     _, at, host = text.strip().rpartition("@")
     if at:  # the part before it may be a password, so do not repeat it
         raise UsageError(
-            f"{option}: the address of {one_line(host)} has a user or a password in it",
+            f"{option}: the address of {one_line(host)} contains a user name or a password",
             "leave it out; the key is taken from OPENAI_API_KEY",
         )
     try:
@@ -104,8 +104,8 @@ def _sglang_k(info: Mapping[str, Any]) -> int:
     steps, tokens = (info.get(f"speculative_num_{name}") for name in ("steps", "draft_tokens"))
     if steps is not None and (tokens is None or info.get("speculative_eagle_topk") != 1):
         return int(steps)
-    # For chains, the steps cannot be used: drafters that propose a whole block at once report one
-    # step, and n-gram lookup reports none.
+    # For chains, the number of steps cannot be used: drafters that propose a whole block at once
+    # report one step, and n-gram lookup reports none.
     return max(0, int(tokens or 1) - 1)
 
 

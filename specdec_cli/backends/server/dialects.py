@@ -92,7 +92,7 @@ class Dialect(Protocol):
     def body(
         self, facts: ServerFacts, request: Request, params: SamplingParams, salt: str
     ) -> tuple[str, dict[str, Any]]:
-        """Return the URL path and the JSON body of a request. salt: a random text that keeps the
+        """Return the URL path and the JSON body of a request. salt: a random string that keeps the
         server from reusing cached prefixes of other requests."""
         ...
 
@@ -150,4 +150,4 @@ def words_of(found: object) -> str:
 def refuse_error(event: Mapping[str, Any]) -> None:
     """Raise `Broken` if an event reports an error. Servers can do so after HTTP status 200."""
     if event.get("error") or event.get("object") == "error":
-        raise Broken(f"the server broke off: {words_of(event)}")
+        raise Broken(f"the server reported an error: {words_of(event)}")

@@ -55,7 +55,7 @@ class Command:
 
 
 def model_words(section: ModelSection) -> str:
-    """Return how to name a model on a server's command line: by its local path, or else its id."""
+    """Return a model's name for a server's command line: its local path, or else its id."""
     from specdec_cli.models.resolve import local_place
 
     place = local_place(section.model, section.file)
@@ -112,7 +112,7 @@ def _vllm_config(recipe: Recipe, k: int) -> dict[str, Any]:
     speculation, draft = recipe.speculation, recipe.draft
     choice = METHODS[speculation.method]
     if choice.to_vllm is None:
-        raise UsageError(f"vLLM has no method {speculation.method}: k = {k} has no server")
+        raise UsageError(f"vLLM has no method {speculation.method}: it cannot run k = {k}")
     values = recipe.model_dump(mode="json")
     is_own = choice.weights_from == "draft" and draft is not None
     named = model_words(draft) if is_own and draft is not None else None
@@ -136,7 +136,7 @@ def _vllm_config(recipe: Recipe, k: int) -> dict[str, Any]:
 def _sglang_flags(recipe: Recipe, k: int) -> list[tuple[str, ...]]:
     method, draft = recipe.speculation.method, recipe.draft
     if (choice := METHODS[method]).to_sglang is None:
-        raise UsageError(f"SGLang has no method {method}: k = {k} has no server")
+        raise UsageError(f"SGLang has no method {method}: it cannot run k = {k}")
     is_own = choice.weights_from == "draft" and draft is not None
     named = model_words(draft) if is_own and draft is not None else None
     weights = recipe.target.weights, draft.weights if draft is not None else None

@@ -47,7 +47,7 @@ class Process:
         self._stop_timeout_s = stop_timeout_s
         self.code: int | None = None
         mark = secrets.token_hex(8)
-        # -P keeps the script's folder off the module path, where a file could shadow a module.
+        # -P keeps the script's folder off the module path, since its files could shadow modules.
         command = [sys.executable, "-P", str(Path(guardian.__file__)), mark, str(stop_timeout_s)]
         with log.open("ab") as file:
             self._guardian = subprocess.Popen(

@@ -62,8 +62,8 @@ class Line:
         self._runner.close()
 
     async def _closed(self) -> None:
-        # After an interruption, requests may still be running. They are cancelled first, because a
-        # request that meets a closed session ends with a traceback.
+        # After an interruption, requests may still be running. Cancel them first, because a request
+        # that still runs when its session is closed ends with a traceback.
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
@@ -90,8 +90,8 @@ class ServerSession:
     servers: the servers, by their proposal length k.
     batch_size: the maximum number of concurrent requests; 0 for no limit.
     may_skip: whether the method may propose nothing in a round, as n-gram lookup may.
-    check: a function that raises `RunError` if a server that we started ends within a time, which
-        it takes in seconds.
+    check: a function that takes a time in seconds, and raises `RunError` if a server that we
+        started ends within this time.
     """
 
     servers: Mapping[int, ServerFacts]
@@ -120,7 +120,7 @@ class ServerSession:
     def logits_after(
         self, tokens: list[int], width: int, start: int, params: SamplingParams
     ) -> np.ndarray:
-        raise NotImplementedError("a server sends no logits; commands with logits refuse it")
+        raise NotImplementedError("servers send no logits; commands that need them refuse servers")
 
     def forecast(
         self, request: Request, output: list[int], k: int, params: SamplingParams

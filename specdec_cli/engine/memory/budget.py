@@ -9,7 +9,7 @@ from specdec_cli.core.parallel import local_world_size
 from specdec_cli.errors import NoRoomError
 from specdec_cli.recipe import CacheSection
 
-CPU_SHARE = 0.5  # share of the host's available memory if the recipe sets no cpu_bytes
+CPU_SHARE = 0.5  # the caches' share of available host memory if the recipe sets no cpu_bytes
 _CGROUP = "/sys/fs/cgroup"
 
 
@@ -18,8 +18,8 @@ class CacheNeed:
     """The sizes of a run that determine how many cache blocks it needs.
 
     longest: the number of tokens of the longest sequence.
-    k: the maximum number of tokens that a round proposes per sequence, or, if that is larger, one
-    less than the number of tokens that a draft pass feeds per sequence.
+    k: the maximum number of tokens that a round proposes per sequence, or one less than the number
+    of tokens that a draft pass feeds per sequence, whichever is larger.
     """
 
     batch_size: int
@@ -35,8 +35,8 @@ class CacheNeed:
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks that the run can use: `blocks_per_sequence` for each slot, and the
-        trash block."""
+        """The number of blocks that the run can use: `blocks_per_sequence` for each slot, and block
+        0, which is used only for padding."""
         return self.batch_size * self.blocks_per_sequence + 1
 
 
@@ -114,8 +114,8 @@ class Split:
         return rank.kv_budget_bytes - self.num_blocks * rank.block_bytes
 
     def check(self, block_size: int) -> None:
-        """Raise `NoRoomError` if fewer than two blocks fit, which is the minimum for a cache. The
-        error's message states the sizes involved."""
+        """Raise `NoRoomError` unless at least two blocks fit, the minimum for a cache. The error's
+        message states the sizes involved."""
         least = self.limiting
         if least.fits >= 2:
             return

@@ -1,5 +1,5 @@
-"""Estimates the memory of temporary copies: for a long prompt chunk, attention copies keys and
-values."""
+"""Estimates the memory of the temporary copies of keys and values that attention makes for long
+prompt chunks."""
 
 from typing import NamedTuple
 

@@ -186,7 +186,8 @@ def _eager_bytes(plan: Plan, need: CacheNeed) -> int:
     found = _passes_bytes(plan, batch) + _method_bytes(plan, need).in_round
     if plan.device.type == "cuda" or plan.params.is_greedy:
         return found
-    # A CPU samples from fp32 distributions: the draft's, the target's, and intermediate tensors.
+    # Sampling on a CPU takes fp32 tensors: the draft's and the target's distributions, and
+    # intermediate results.
     return found + 4 * plan.target.vocab_size * (batch * plan.k + 4 * rows)
 
 

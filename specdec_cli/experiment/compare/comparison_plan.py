@@ -83,7 +83,7 @@ def plan_comparison(
     """
     if recipe.draft is None or weights_from(recipe.speculation.method) != "draft":
         raise UsageError(
-            "compare-tp needs a draft model, because it compares its tensor-parallel degrees",
+            "compare-tp needs a draft model, because it compares the draft's TP degrees",
             "pass --draft and --set speculation.method=draft_model, or set both in the recipe",
         )
     k = recipe.speculation.num_speculative_tokens
@@ -187,7 +187,7 @@ def _cannot_split(described: Callable[[TensorParallel], object], size: int) -> s
 
 
 def warnings_of(plan: ComparisonPlan) -> list[Notice]:
-    """Collect the warnings that readers of the results need."""
+    """Collect the warnings to show with the results."""
     found = []
     is_dummy = bool(plan.job.plan.random_roles)
     if is_dummy and not plan.settings.has_given_acceptance:

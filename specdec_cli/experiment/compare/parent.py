@@ -17,7 +17,7 @@ from specdec_cli.experiment.folders.run_folder import LostRecords, RunFolder
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.memory import memory_cost
 from specdec_cli.experiment.points import Failure, error_of
-from specdec_cli.experiment.statistics.noise import disturbances, impossible_speeds, noise_in
+from specdec_cli.experiment.statistics.noise import impossible_speeds, noise_in
 from specdec_cli.experiment.statistics.promise import tokens_notice
 from specdec_cli.experiment.sweep.document import exit_code, prompts_that_failed
 from specdec_cli.launch.ranks import run_ranks
@@ -105,7 +105,7 @@ def conclusion(
     kept = records.kept
     seen = [Notice.read(one) for facts in kept.facts.values() for one in facts.warnings]
     noise = [*seen, *noise_in(kept.samples), *impossible_speeds(records.points)]
-    verdict = verdict_of(records, disturbances([*warnings, *noise]))
+    verdict = verdict_of(records, [*warnings, *noise])
     said = [
         *warnings,
         *prompts_that_failed(kept.samples.values()),

@@ -19,6 +19,7 @@ from specdec_cli.experiment.points import DISTURBED_BEYOND
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.evidence import judged
 from specdec_cli.experiment.statistics.factors import choose
+from specdec_cli.experiment.statistics.noise import disturbances
 from specdec_cli.experiment.statistics.promise import compare_tokens
 from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed
 
@@ -29,18 +30,19 @@ _ALIKE = 1e-6  # milliseconds; smaller differences are rounding
 _SAME = 0.01  # smaller relative differences in tokens per round are not mentioned
 
 
-def verdict_of(records: ComparisonRecords, disturbed: Sequence[Notice] = ()) -> Verdict:
+def verdict_of(records: ComparisonRecords, warnings: Sequence[Notice] = ()) -> Verdict:
     """Compute the fields of the document that summarise all points: the best pairs, the batch sizes
     at which they change, and whether all pairs generated the same tokens.
 
-    disturbed: warnings that something disturbed the measured times. If there are any, no difference
-        is called significant.
+    warnings: the run's warnings. If they say that something disturbed the times at a batch size, no
+        difference is called significant there.
     """
     settings = records.settings
     sizes = settings.batch_sizes
-    overall = {b: best_of(records, settings.target_tps, b, disturbed) for b in sizes}
+    noise = {b: disturbances(warnings, b) for b in sizes}
+    overall = {b: best_of(records, settings.target_tps, b, noise[b]) for b in sizes}
     by_target = {
-        t: {b: best_of(records, [t], b, disturbed) for b in sizes} for t in settings.target_tps
+        t: {b: best_of(records, [t], b, noise[b]) for b in sizes} for t in settings.target_tps
     }
     return {
         "best": overall[sizes[0]],
@@ -59,7 +61,7 @@ def best_of(
     batch_size: int,
     disturbed: Sequence[Notice] = (),
 ) -> BestPair:
-    """Find the fastest pair at a batch size among the pairs with some target TPs. Also find the
+    """Find the fastest pair at a batch size among the pairs with these target TPs. Also find the
     pairs tied with it, and the stage of a round in which the fastest pair saves the most time over
     the next best draft TP.
 

@@ -96,7 +96,7 @@ class Best(Record):
 
     @classmethod
     def none(cls, reason: str, **more: Any) -> "Best":
-        """Make the record for the case that no point can be recommended. It has the same keys as
+        """Make the record that says that no point can be recommended. It has the same keys as
         any other record, with null, empty or false values."""
         values: dict[str, Any] = {"k": None, "draft": None, "speedup": None, "fastest": None}
         values |= {"tied": [], "tied_points": [], "significant": False, "needed": None}

@@ -28,7 +28,7 @@ class GenerateSettings(RunSettings):
 
 @dataclass(slots=True)
 class Kept:
-    """An opened run folder and what it contains.
+    """An opened run folder and its contents.
 
     folder, settings: on rank 0 only; None on other ranks and if the run has no folder.
     done: the finished samples by prompt index.
@@ -67,7 +67,7 @@ def open_folder(
     notices: warnings to keep in a new folder.
     own_prompts: as for `RunFolder.create`.
 
-    Raises as `settings_file.opened` does.
+    Raises the errors of `settings_file.opened`.
     """
     settings = GenerateSettings(**common_settings(recipe, job), batch_size=recipe.run.batch_size)
     done: dict[int, Sample] = {}
@@ -76,14 +76,18 @@ def open_folder(
     known = {"draft": drafts, "k": (key.k,), "batch_size": (key.batch_size,)}
 
     def problem(sample: Sample) -> str | None:
-        if sample.k != key.k and not job.backend.is_native:  # no recipe contains a server's k
+        # A server's k is not part of the recipe, so comparing the settings does not detect that it
+        # changed.
+        if sample.k != key.k and not job.backend.is_native:
             told = f"{path} contains a run with k = {sample.k}, and the server has k = {key.k}"
             raise UsageError(told, "name the same server, or another folder with -o")
         return elsewhere(sample, known) or not_measured(sample, len(job.prompts), 1)
 
     def load(kept: RunFolder) -> bool:
         for sample in read_records(kept.path / SAMPLES, Sample, problem):
-            done.setdefault(sample.index, sample)
+            # Run prompts again that failed on a server, because it may answer the next time.
+            if sample.error is None or job.backend.is_native:
+                done[sample.index] = sample
         return len(done) < len(job.prompts)
 
     is_old = resume and (path / settings_file.SETTINGS).exists()

@@ -68,8 +68,8 @@ def added_records(path: Path, kind: type[R]) -> Callable[[], list[R]]:
 
 
 def parsed(line: bytes, kind: type[R]) -> R | str:
-    """Parse a line into a record, or return an error message; "" if the line is not a JSON
-    object."""
+    """Parse a line into a record, or return an error message. The message is empty if the line is
+    not a JSON object."""
     return checked(json_of(line), kind)
 
 

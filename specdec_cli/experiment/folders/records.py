@@ -86,7 +86,7 @@ class Key:
         return point | given(**others)
 
     def labels(self) -> dict[str, Any]:
-        """Return the same fields for a document, which names no draft at k = 0."""
+        """Return the fields of `as_dict` for a document, where the draft is None at k = 0."""
         return self.as_dict() | ({} if self.k else {"draft": None})
 
 
@@ -116,9 +116,9 @@ class Sample(OfPoint):
         experts are not counted.
     ttft_parts_ms: the parts of the time to the first token, by name, each with one value per
         repeat; see `core.types.Sequence`. None if they are not known.
-    error: why a prompt could not run, if `finish_reason` is "error".
+    error: the reason why a prompt could not run, if `finish_reason` is "error".
 
-    Only samples from servers have these fields, because servers count rounds in other ways:
+    Only samples from servers have these fields:
     engine: facts about the server.
     acceptance_histogram: how many rounds accepted 0, 1, 2, ... proposals, if the order of the
         rounds is unknown.
@@ -130,7 +130,7 @@ class Sample(OfPoint):
     If requests arrive at a rate, each request has its own sample, and each list has one value:
     request: the number of the request, from 0.
     due: when the request was due, in seconds after the first request was due.
-    send_lag_ms: how late the request was sent, for servers.
+    send_lag_ms: the delay between `due` and the sending of the request to a server.
     """
 
     target_tp: Count | None = None
@@ -228,7 +228,7 @@ class Sample(OfPoint):
         if len(proposed) != len(accepted):
             raise impossible("accepted_per_round and proposed_per_round differ in length")
         if any(a > p or p > self.k for p, a in zip(proposed, accepted, strict=True)):
-            raise impossible("more was accepted than proposed, or more proposed than k")
+            raise impossible("a round accepted more than it proposed, or proposed more than k")
         if self.num_tokens_from_prefill > self.rounds_without_proposal:
             raise impossible("num_tokens_from_prefill exceeds rounds_without_proposal")
         if len(self.acceptance_histogram or ()) > self.k + 1:
@@ -336,8 +336,8 @@ class Stretch(OfPoint):
     is written after the point's samples, so the samples are complete once it exists.
 
     window_seconds: the time between the first and the last due time of the measured requests, plus
-        the mean time between requests. If all requests arrive at once, the time until the last
-        answer.
+        the mean time between requests. If all requests arrive at once, this is the time until the
+        last answer.
     num_requests: the number of measured requests.
     num_answered: the number of answers in the window, including those to requests that are not
         measured.

@@ -209,8 +209,8 @@ def found_from_anywhere(recipe: Recipe) -> Recipe:
 
 
 def _sync_names(folder: Path) -> None:
-    """Call fsync on a directory, so that new and renamed files in it survive a crash. File systems
-    that do not support this are left alone."""
+    """Call fsync on a directory, so that new and renamed files in it survive a crash. Do nothing
+    on file systems that do not support this."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

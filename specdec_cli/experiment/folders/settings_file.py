@@ -113,7 +113,7 @@ def opened(
     refuse_special_files(path)
     theirs = read_settings_file(path).get("settings")
     if not isinstance(theirs, dict) or settings.mark not in theirs:
-        raise UsageError(f"{path} holds no {settings.kind}", "name another with -o")
+        raise UsageError(f"{path} contains no {settings.kind}", "name another with -o")
     check_same(path, settings.kind.partition(" ")[0], theirs, settings.as_dict())
     folder = RunFolder.reopen(path)
     try:
@@ -219,8 +219,8 @@ def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, An
 def keep_environment_warning(
     folder: RunFolder, settings: RunSettings, where: dict[str, Any]
 ) -> None:
-    """If the folder's samples were measured in a different environment, for example with other
-    package versions, add a warning to the folder.
+    """Add a warning to the folder if its samples were measured in a different environment, for
+    example with other package versions.
 
     The samples are kept, although their times may not be comparable. Later runs and merges repeat
     the warning.
@@ -341,8 +341,8 @@ def settings_difference(
     names = there.get("drafts"), now.get("drafts")
     if key == "recipe.drafts" and names[0] != names[1]:
         key, was, is_now = "recipe.drafts", *names
-    # Names of drafts with equal weights were made equal in the recipe's sections. So if the labels
-    # in `draft` or `drafts` differ but these sections do not, two names stand for one model.
+    # Above, drafts with equal weights were given the same name in the recipe's sections. So if the
+    # labels in `draft` or `drafts` differ but these sections do not, both name the same model.
     same_model = key in ("draft", "drafts") and not any(
         one[0].startswith("recipe.draft") for one in found
     )

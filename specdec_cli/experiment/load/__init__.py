@@ -1,2 +1,1 @@
-"""Measures requests that arrive at a set rate: plans when they arrive, and evaluates what was
-measured."""
+"""Measures requests that arrive at a set rate: plans their arrival times and evaluates results."""

@@ -18,7 +18,7 @@ from specdec_cli.core.figures import Rate
 from specdec_cli.recipe.objectives import objective
 
 KINDS = "poisson, constant, gamma:SHAPE or a file of due times"
-MEASURED, BEFORE = 0, 1  # random streams: of the measured requests, and of those before
+MEASURED, BEFORE = 0, 1  # random streams for requests in the measured window and before it
 _CHUNK = 256
 
 
@@ -54,7 +54,7 @@ def process_of(text: str) -> Process:
         except ValueError:
             shape = 0.0
         if not 0.001 <= shape <= 1e6:
-            raise ValueError(f"the shape of gamma is a number from 0.001 on, got {number!r}")
+            raise ValueError(f"the shape of gamma must be from 0.001 to 1e6, got {number!r}")
         return Process("gamma", shape)
     if not Path(text).is_file():
         raise ValueError(f"expected {KINDS}, got {text!r}")

@@ -14,12 +14,12 @@ from specdec_cli.experiment.statistics.stats import student
 
 FEWEST = 16  # minimum number of requests for an interval
 _FEWEST_BLOCKS, _MOST_BLOCKS = 8, 20
-_LONG = 200  # more than the fewest blocks are used only if each has this many requests
+_LONG = 200  # more than `_FEWEST_BLOCKS` blocks are used only if each has this many requests
 _MOST_LIKENESS = 0.8
 # The constants below were tuned on simulated servers. `scripts/proofs/load.py` measures the
 # coverage of the intervals on these servers and on others.
-# The lower end assumes that the shortest allowed window (crowding 1) missed some failing requests
-# by chance: this many for each of its requests.
+# The lower end of an interval assumes that the window missed some failing requests by chance. In
+# the shortest allowed window (crowding 1), it assumes this many for each measured request.
 _MISSED = 6.0
 # At the upper end, Student's t is multiplied by `_UPPER` in long windows, and by `_UPPER - _LESS`
 # in the shortest. Factors below 1 are possible because the lower end rarely exceeds the true share,
@@ -61,7 +61,7 @@ def mean_interval(means: Sequence[float]) -> list[float] | None:
 
     The interval is widened to allow for the correlation of neighbouring blocks, which are modelled
     as a first-order autoregressive process. The estimated correlation is on average too low by
-    1 / (number of blocks) (Kendall 1954), so that much is added to it.
+    1 / (number of blocks) (Kendall 1954), so this amount is added to it.
     """
     if len(means) < _FEWEST_BLOCKS:
         return None
@@ -98,14 +98,14 @@ def ratio_interval(one: Sequence[float], other: Sequence[float]) -> list[float] 
 
 def share_interval(met: Sequence[bool], crowding: float = 0.0) -> list[float] | None:
     """Return the 95 % interval of the share of requests that meet the objectives, clipped
-    to 0 to 1. Return None if there are too few requests, or if `crowding` exceeds 1.
+    to [0, 1]. Return None if there are too few requests, or if `crowding` exceeds 1.
 
     met: for each request, in order of arrival, whether it met the objectives.
     crowding: the result of `measuring.crowding`.
 
     The ends are those of Wilson's interval (1927), with Student's t and the variance over blocks.
-    Requests that fail cluster while the queue is long, so a short window may miss them by chance.
-    The lower end is therefore computed as if some more requests had failed.
+    Failures cluster while the queue is long, so a short window may miss them by chance. The lower
+    end is therefore computed as if some more requests had failed.
     """
     means = block_means([float(one) for one in met])
     if not means or crowding > 1:

@@ -1,8 +1,8 @@
 """Measures one load point: requests that arrive at a set rate.
 
-Requests arrive before, during and after the measured window. Only those of the window become
+Requests arrive before, during and after the measured window. Only those in the window become
 samples. The window also shows whether the server was overloaded, so that its queue grew and answers
-fell behind, and whether the window was long enough for an interval of goodput.
+fell behind, and whether the window was long enough for a confidence interval of goodput.
 """
 
 import time
@@ -127,12 +127,12 @@ def is_overloaded(under_way: Sequence[int], num_answered: int) -> bool:
 
     The mean number in flight must grow from the first third of arrivals to the last by at
     least two requests, at least a fifth, and more than two standard errors of block means. It must
-    also grow from the second third to the last, because after a short burst it would fall again.
+    also grow from the second third to the last, since it would fall again after a mere burst.
 
-    Queue lengths in a row are correlated, which makes these standard errors too small. A second
+    Successive queue lengths are correlated, which makes these standard errors too small. A second
     sign is therefore required: fewer than 95 % of the requests are answered within the window, and
-    those missing exceed two standard errors of the difference of two Poisson counts whose mean is
-    the number in flight in the first third.
+    the number of missing answers exceeds two standard errors of the difference of two Poisson
+    counts whose mean is the number in flight in the first third.
     """
     count = len(under_way)
     if count < FEWEST or num_answered >= _SHARE * count:
@@ -273,8 +273,8 @@ def measure_at_rate(
 
 
 def _with_common(sample: Sample, found: Sequence[Finished]) -> Sample:
-    """Add to a sample what the answers to all requests of its point report: the acceptance that
-    the server counted, and the codes of warnings about the server.
+    """Add to a sample the acceptance that the server counted and the codes of warnings about the
+    server, taken from the answers to all requests of its point.
 
     Only one of the answers carries the counts. They include requests that are not measured, and are
     added only if acceptance is known from counters alone, not from the rounds of each request.

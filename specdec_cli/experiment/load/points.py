@@ -64,8 +64,9 @@ def points_at_rate(
 
 
 def load_of(key: Key, samples: Samples, stretches: Sequence[Stretch], offered: Offered) -> Load:
-    """Compute the record of a point's load. Failed requests do not count as good. An overloaded
-    point has no goodput, because its request times depend on the length of the run."""
+    """Compute the record of a point's load. Failed requests count as not meeting the objectives.
+    An overloaded point has no goodput, because its request times depend on the length of the
+    run."""
     window = sum(one.window_seconds for one in stretches)
     count, answered = len(samples), sum(one.num_answered for one in stretches)
     ordered = [samples[number] for number in sorted(samples)]

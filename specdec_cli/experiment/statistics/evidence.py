@@ -1,4 +1,4 @@
-"""Decides whether a gain is real, and how much more to measure if that is inconclusive."""
+"""Decides whether a gain is real and, if that is inconclusive, how much more to measure."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -17,8 +17,8 @@ Ends = Sequence[float] | None
 
 def verdict_of(chosen: Ends, others: Iterable[Ends], *, is_disturbed: bool) -> Verdict:
     """Return the verdict on the gain from speculation:
-    - "use" if the chosen point is faster than plain decoding beyond chance.
-    - "none" if, beyond chance, no point gains more than `NEGLIGIBLE`.
+    - "use" if the chosen point is significantly faster than plain decoding.
+    - "none" if the intervals of all points with proposals exclude gains above `NEGLIGIBLE`.
     - "inconclusive" otherwise, and always if the times were disturbed.
 
     chosen: the interval of the chosen point's speed-up; None if that point is plain decoding or has
@@ -91,8 +91,8 @@ def needed_for(
 
 
 def needed_in_words(needed: Needed, count: int, *, is_disturbed: bool) -> str:
-    """Describe the needed measurement: `; about 60 prompts like these would decide, in about 4
-    minutes`. count: the number of measured prompts."""
+    """Describe the needed measurement, such as `; about 60 prompts like these would decide, in
+    about 4 minutes`. count: the number of measured prompts."""
     if needed.at_least:
         told = f"{counted(count, 'prompt')} cannot tell how many would decide: measure at least"
         return f"; {told} {needed.prompts:,}"
@@ -106,7 +106,8 @@ def needed_in_words(needed: Needed, count: int, *, is_disturbed: bool) -> str:
 
 
 def minutes_in_words(minutes: float, *, is_quiet: bool) -> str:
-    """Write minutes in words: `about 12 quiet minutes`, or `a minute`."""
+    """Describe a duration, such as `a minute` or, if the machine must be idle for that time,
+    `about 12 quiet minutes`."""
     count, quiet = rounded_up(math.ceil(minutes)), "quiet " if is_quiet else ""
     return f"about {count:,} {quiet}minutes" if count > 1 else f"a {quiet}minute"
 

@@ -45,8 +45,8 @@ class MidRatio:
 
         This is Yuen's interval for trimmed means (The two-sample trimmed t for unequal population
         variances, Biometrika 1974), applied to the logarithm with winsorised influence values and
-        Student's t. Fewer than 8 observations are not trimmed: of 4, for example, trimming would
-        leave two, and so only one degree of freedom.
+        Student's t. Fewer than 8 observations are not trimmed: trimming 4, for example, would leave
+        two, and therefore only one degree of freedom.
         """
         n = len(self.columns)
         if n < 2:
@@ -100,7 +100,7 @@ Measure = SumRatio | Product
 
 
 def interval_of(measure: Measure, seed: int) -> list[float] | None:
-    """Compute the 95 % interval of a measure of either kind; None if it has none."""
+    """Compute the 95 % interval of either kind of measure; None if it has no interval."""
     return measure.interval(seed) if isinstance(measure, Product) else stats.interval(measure, seed)
 
 
@@ -116,8 +116,8 @@ class Ranking:
     """The largest of several measures, and those tied with it.
 
     best: the index of the largest measure.
-    tied: the indices of the measures that do not differ from the largest at 95 %, including its own
-    index.
+    tied: the indices of the largest measure, and of those that do not differ from it significantly
+    (at the 95 % level).
     """
 
     best: int

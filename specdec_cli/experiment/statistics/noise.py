@@ -27,7 +27,7 @@ _DRIFT = 0.10
 # among many splits is tested, and no machine is entirely quiet. On two shared cores, the changes
 # were at most 9 % in 28 quiet sweeps, and at least 13 % in 18 sweeps that ran beside other work.
 _CERTAIN = 4.5
-_FEWEST = 8  # minimum batches of prompts to detect a drift
+_FEWEST = 8  # minimum number of batches of prompts to detect a drift
 _FEWEST_AT_SEAM = 5
 # Two repeats disagree if the whole interval of their ratio is at least this far from 1.
 _DISAGREE = 0.03
@@ -35,7 +35,7 @@ _OFF = 0.03  # smallest relative error of a prediction to report
 
 
 def noise_in(samples: Mapping[Key, Samples]) -> list[Notice]:
-    """Return warnings about disturbances that the times of a run's samples show."""
+    """Return warnings about disturbances that are visible in the times of a run's samples."""
     found = []
     for chosen in _by_run(samples):
         found += [*_drift(chosen), *_outliers(chosen), *_repeats(chosen)]
@@ -174,8 +174,8 @@ def _outliers(samples: Mapping[Key, Samples]) -> list[Notice]:
 
 
 def _repeats(samples: Mapping[Key, Samples]) -> list[Notice]:
-    """Return a warning if one repeat, summed over all points, was slower than another beyond
-    chance."""
+    """Return a warning if one repeat, summed over all points, was significantly slower than
+    another."""
     common = sorted(set.intersection(*(set(of) for of in samples.values())))
     counts = {len(of[i].decode_seconds) for of in samples.values() for i in common}
     if len(common) < 2 or len(counts) != 1:
@@ -194,7 +194,9 @@ def _repeats(samples: Mapping[Key, Samples]) -> list[Notice]:
             f"({ends[0]:.2f}–{ends[1]:.2f}), though they do the same; repeat more often "
             "(--repeats), or while nothing else runs"
         )
-        evidence = {"repeats": [one, other], "ratio": ratio.value, "ratio_ci": ends}
+        size = next(iter(samples)).batch_size
+        evidence = {"batch_size": size, "repeats": [one, other]}
+        evidence |= {"ratio": ratio.value, "ratio_ci": ends}
         return [Notice("repeats_disagree", told, evidence)]
     return []
 
@@ -217,8 +219,8 @@ def impossible_speeds(points: Iterable[Point]) -> list[Notice]:
 
 
 def predictions_off(points: Iterable[Point]) -> list[Notice]:
-    """Return a warning if predicted speed-ups differ from measured ones by more than their
-    intervals allow."""
+    """Return a warning if predicted speed-ups differ from measured ones significantly and by at
+    least `_OFF`."""
     off = off_points(points)
     large = [item for item in off if abs(item[1]) >= _OFF]
     if not large:
@@ -261,14 +263,15 @@ def _name(key: Key) -> str:
     return f"k = {key.k}{with_draft}, batch size {key.batch_size}"
 
 
-# The seconds that an idle system occasionally takes from a process. In recorded quiet sweeps on a
-# virtual machine of two processors the longest outlier lost 0.19 s.
+# How many seconds a process may occasionally be held up on an idle system. In sweeps that were
+# recorded on a quiet virtual machine with two processors, the longest outlier lost 0.19 s.
 _SLICE = 0.25
 _WEIGHT = 0.01  # outliers that lost less than this share of their point's time are harmless
 # The share of repeats that may be outliers on an idle system; it was 0 to 1.4 % in those sweeps. If
 # they are independent, two repeats of a prompt are both outliers in 4 of 10,000 prompts.
 _SELDOM = 0.02
-_CHANCE = 0.001  # too many outliers: an idle system has as many with less than this probability
+# There are too many outliers if an idle system would have that many with a probability below this.
+_CHANCE = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,8 +328,9 @@ class Outliers:
 
     @property
     def are_long(self) -> bool:
-        """True if an outlier lost over `_SLICE` seconds and `_WEIGHT` of its point's time. A longer
-        disturbance may also have slowed neighbouring repeats by too little to be noticed."""
+        """True if an outlier lost more than `_SLICE` seconds, and more than the share `_WEIGHT` of
+        its point's time. Such a long disturbance may also have slowed neighbouring repeats, by too
+        little to be noticed."""
         return any(one.lost > max(_SLICE, _WEIGHT * self.seconds[one.key]) for one in self.found)
 
     @property
@@ -347,7 +351,7 @@ class Outliers:
         return self.chances * divergence > -math.log(_CHANCE)
 
 
-# Codes of warnings that rule out a significant recommendation.
+# The codes of warnings that prevent a recommendation from being called significant.
 DISTURBED = frozenset(
     {
         *("baseline_drift", "outlying_repeats", "repeats_disagree"),
@@ -358,8 +362,8 @@ DISTURBED = frozenset(
 
 
 def off_points(points: Iterable[Point]) -> list[tuple[Point, float]]:
-    """List the points whose predicted speed-up is wrong beyond chance, each with the relative
-    error. A prediction is wrong if the interval of its error excludes 0.
+    """List the points whose predicted speed-up is significantly wrong, each with the relative
+    error. A prediction is significantly wrong if the interval of its error excludes 0.
 
     Predictions that use the proposals of another k are left out, because they may be wrong without
     any disturbance.
@@ -375,6 +379,17 @@ def off_points(points: Iterable[Point]) -> list[tuple[Point, float]]:
     return found
 
 
-def disturbances(warnings: Iterable[Notice]) -> list[Notice]:
-    """Return those warnings that rule out a significant result."""
-    return [one for one in warnings if one.code in DISTURBED]
+def disturbances(warnings: Iterable[Notice], batch_size: int | None = None) -> list[Notice]:
+    """Return the warnings that prevent results from being called significant at `batch_size`, or at
+    any batch size if it is None.
+
+    A warning whose evidence names batch sizes counts only at those.
+    """
+    found = [one for one in warnings if one.code in DISTURBED]
+    return [one for one in found if batch_size is None or batch_size in _sizes(one, batch_size)]
+
+
+def _sizes(one: Notice, default: int) -> set[int]:
+    """Return the batch sizes that a warning's evidence names; the default if it names none."""
+    named = [one.evidence, *one.evidence.get("points", ())]
+    return {item["batch_size"] for item in named if "batch_size" in item} or {default}

@@ -108,7 +108,7 @@ def compare_tokens(settings: RunSettings, points: Mapping[Key, Samples]) -> Toke
         if differing:
             labels = key.labels()
             if key.target_tp is not None:
-                del labels["draft"]  # the same at every point of a comparison
+                del labels["draft"]  # all points of a comparison have the same draft
             diverging.append(
                 Diverging(
                     **labels,

@@ -31,13 +31,13 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)
 # would blow up the interval.
 _LEAST_ERROR = 0.25
 _NORMAL = NormalDist().inv_cdf(0.975)
-_FEW_WITHOUT = 0.1  # report rounds without proposals only if their share is larger
+_FEW_WITHOUT = 0.1  # report rounds without proposals only if their share exceeds this
 _CHUNK = 2_000_000  # the maximum number of resample counts in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
 class SumRatio:
-    """A measure: each column is summed over prompts, and the sums are multiplied or divided.
+    """A measure that multiplies and divides sums over prompts, one sum for each column.
 
     columns: fp64 [N, M], a row for each prompt.
     powers: for each column, +1 if its sum is a factor and -1 if it is a divisor. They add up to 0,

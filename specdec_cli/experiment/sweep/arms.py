@@ -66,12 +66,12 @@ class Arms:
         return self._sessions.get(name)
 
     def _load(self, job: Job, first: Session | None = None) -> None:
-        """Load an arm and store its session, or its failure. If `first` is given, load it beside
-        that session; if memory does not suffice for both, store neither.
+        """Load an arm and store its session, or its failure. If `first` is given, load the arm
+        beside that session, and store nothing if they do not fit in memory together.
 
         Raises the error instead of storing it if this is the only arm, or if there are several
         ranks: if only some ranks failed, for example those that hold a part of the draft, the ranks
-        could not go on with the same calls.
+        would no longer make the same calls.
         """
         self.begin("loading models")
         self.world.loading()

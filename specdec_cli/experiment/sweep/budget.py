@@ -52,7 +52,7 @@ def fitting(plan: SweepPlan, seconds: float) -> Fit:
     needed = math.ceil(found.seconds / _AIM / 6) / 10
     raise UsageError(
         f"--minutes {seconds / 60:g}: the smallest sweep of these points is {found.text}, which "
-        f"asks for --minutes {needed:g}, since estimates are often too low",
+        f"needs --minutes {needed:g}, since estimates are often too low",
         "give more minutes, fewer k, drafts or batch sizes, or --predict-only",
     )
 
@@ -61,7 +61,7 @@ def _sizes(plan: SweepPlan) -> Iterator[Fit]:
     recipe = plan.recipe
     prompts, repeats = plan.num_prompts, recipe.run.repeats
     tokens = recipe.sampling.max_new_tokens
-    fewest = max(_FEWEST_PROMPTS, *plan.settings.batch_sizes)  # fewer never fill the largest batch
+    fewest = max(_FEWEST_PROMPTS, *plan.settings.batch_sizes)  # fewer cannot fill the largest batch
     while repeats > 1:
         yield Fit(prompts, tokens, repeats)
         repeats -= 1

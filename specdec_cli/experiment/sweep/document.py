@@ -1,6 +1,6 @@
 """Builds the JSON document of a sweep.
 
-Everything in it is computed from what the run folder stores, so that it can be rebuilt from there.
+Everything in the document is computed from the contents of the run folder, so it can be rebuilt.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -71,8 +71,8 @@ def forecasts_of(
 ) -> Forecasts:
     """Collect the data from which an arm's speeds at a batch size are predicted."""
     largest = records.samples[settings.key(draft, settings.batch_sizes[0], max(settings.ks))]
-    # With synthetic acceptance, the text differs from one k to the next. A prediction is exact only
-    # if all texts have the same length at every k, because all end at the length limit.
+    # With synthetic acceptance, the text differs from one k to the next. A prediction is then exact
+    # only if all texts end at the length limit, and so have the same length at every k.
     is_exact = settings.is_greedy and not settings.has_given_acceptance
     if settings.has_given_acceptance:
         ends = {sample.finish_reason for sample in largest.values()}
@@ -161,17 +161,12 @@ def _of_batches(
             gains[b] = predicted_gains(at, of_arms)
         else:
             gains[b] = measured_gains(at, records.samples)
-    disturbed = disturbances(warnings)
-    best = {
-        b: recommend(found, gains[b], settings.seed, disturbed).model_copy(
-            update={
-                "per_category": recommend_by_category(
-                    gains[b], records.samples, settings.seed, disturbed
-                )
-            }
-        )
-        for b, found in by_size.items()
-    }
+    best = {}
+    for b, at in by_size.items():
+        disturbed = disturbances(warnings, b)
+        parts = recommend_by_category(gains[b], records.samples, settings.seed, disturbed)
+        whole = recommend(at, gains[b], settings.seed, disturbed)
+        best[b] = whole.model_copy(update={"per_category": parts})
     return {
         "best": best[settings.batch_sizes[0]],
         "best_by_batch_size": {str(b): found for b, found in best.items()},

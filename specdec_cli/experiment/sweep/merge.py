@@ -54,7 +54,7 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
             told = f"{found.key} is {found.ours!r} and {found.theirs!r}"
             if found.same_name:
                 told = f"{found.key}: the weights differ ({found.ours!r})"
-            raise UsageError(f"{path} and {paths[0]} are of different sweeps: {told}")
+            raise UsageError(f"{path} and {paths[0]} belong to different sweeps: {told}")
     records = SweepRecords()
     failures: dict[Key, Failure] = {}
     for number, path in enumerate(paths):
@@ -109,7 +109,7 @@ def _recipe_for(output: Path, shard: Path) -> tuple[Recipe, str | None]:
 
 
 def _missing_shards(shards: Sequence[SweepSettings]) -> list[Notice]:
-    """Return a warning that names the sweep's shards that are missing from `shards`."""
+    """Return a warning that lists the shards of the sweep that are missing from `shards`."""
     there = [settings.shard for settings in shards if settings.shard is not None]
     if not there or len(there) < len(shards) or len({count for _, count in there}) > 1:
         return []
@@ -168,7 +168,7 @@ def _add(
 def _add_stretches(
     records: SweepRecords, path: Path, number: int, settings: SweepSettings, whole: SweepSettings
 ) -> None:
-    """Add one shard's points at a request rate, as far as they were measured completely.
+    """Add one shard's points at request rates, except those that were not measured completely.
 
     Requests and time windows are numbered from 0 in each shard, so they are renumbered here to
     follow those of earlier shards. Raises `UsageError` if an earlier shard has a sample of the same
@@ -231,7 +231,7 @@ def _environments(paths: Sequence[Path]) -> dict[str, Any]:
         with or_setup_error(f"cannot read {file}"):
             where = json_of(file.read_bytes())
         if not isinstance(where, dict):
-            raise SetupError(f"{file}: no environment of a run", "the file was damaged or edited")
+            raise SetupError(f"{file}: not a run's environment", "the file was damaged or edited")
         found.append(where)
     others = [where for where in found[1:] if where != found[0]]
     return found[0] | ({"other_shards": others} if others else {})

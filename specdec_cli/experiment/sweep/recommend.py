@@ -18,7 +18,7 @@ from specdec_cli.text import counted
 def recommend(
     points: Sequence[Point], gains: Gains, seed: int, disturbed: Sequence[Notice] = ()
 ) -> Best:
-    """Recommend one of the points at one batch size, which may have different drafts.
+    """Recommend one of the points at one batch size. The points may have different drafts.
 
     Candidates are the points that are tied with the fastest point and significantly faster than
     k = 0. The recommended draft is that of the fastest candidate, and k is the smallest among the
@@ -114,8 +114,8 @@ def has_several_drafts(points: Sequence[Point]) -> bool:
 
 
 def in_words(k: int, draft: str | None, *, with_draft: bool) -> str:
-    """Name a point for the user by its k and, if `with_draft` is true and k is not 0, by its draft
-    or by its method without a draft."""
+    """Describe a point to the user by its k and, if `with_draft` is true and k is not 0, by its
+    draft, or by its method if that needs no draft."""
     if not with_draft or not k:
         return f"k = {k}"
     return f"k = {k} with {'' if without_draft(draft) else 'draft '}{draft}"

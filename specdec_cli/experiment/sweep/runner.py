@@ -30,7 +30,7 @@ from specdec_cli.experiment.sweep.time_curve import curve_parts, curve_unit
 from specdec_cli.text import first_line
 
 _log = logging.getLogger("specdec")
-_MOST_PASSES = 4  # per batch size: how often each arm is loaded at most, if arms are loaded in turn
+_MOST_PASSES = 4  # maximum number of loads of each arm per batch size, if arms are loaded in turn
 
 
 @dataclass(eq=False)
@@ -48,13 +48,17 @@ class Sweep(Running):
         self._agreement = self.world.agreement()
         plain = [of for of in samples if of.k == 0 and of.request_rate is None]
         self._earlier = {of: frozenset(samples[of]) for of in plain}
-        self._peak_memory = 0  # bytes: the maximum over ranks, updated after each `_guarded`
+        self._peak_memory = 0  # in bytes, the maximum over ranks; updated by `_guarded`
+
+    @property
+    def of_machine(self) -> list[Notice]:
+        return self._watch.notices()
 
     @property
     def notices(self) -> list[Notice]:
         """Warnings about the machine, about jumps in speed where the run was resumed, and about
         arms that were loaded one at a time."""
-        found = self._watch.notices()
+        found = self.of_machine
         # The machine may be faster or slower now than when an earlier process measured `earlier`.
         for key, earlier in self._earlier.items():
             size = key.batch_size
@@ -175,7 +179,7 @@ class Sweep(Running):
                     self._measure([job], sessions, batch_size, units[start:stop])
 
     def _give_up_arms(self, batch_size: int) -> None:
-        """Record as failed the points of arms that could not be loaded."""
+        """Record a failure for every point of the arms that could not be loaded."""
         settings, failed = self.plan.settings, self._arms.failures
         for job in self.plan.jobs:
             if (failure := failed.get(job.plan.proposer)) is not None:
@@ -212,7 +216,8 @@ class Sweep(Running):
             if sessions[name] is not session:
                 session.forget_rounds()  # frees CUDA graphs captured for the largest batch
         # A k = 0 point that all arms share is measured in the session of one arm. Choose the first
-        # arm whose target need not output hidden states for the draft, or else the first arm.
+        # arm whose target need not output hidden states for the draft. If there is no such arm,
+        # choose the first one.
         plain = min(jobs, key=lambda job: job.plan.reads_hidden)
         hosts = {job.plan.proposer: job for job in jobs}
         if settings.shares_baseline:
@@ -238,7 +243,7 @@ class Sweep(Running):
                 with self.clock.measures(-1):
                     for part in parts:
                         if curve_unit(plain, batch_size, part) == number:
-                            # As in measuring, each part takes the points in another order.
+                            # Each part has its own order of points, as in `loop.measure`.
                             for key in balanced(keys, part, settings.seed):
                                 if part not in self.records.costs[key]:
                                     unit = units[key.draft][number]
@@ -265,9 +270,9 @@ class Sweep(Running):
     def _check(
         self, hosts: Mapping[str | None, Job], session_of: Callable[[Key], Session], batch_size: int
     ) -> None:
-        """Compare the texts of all points with proposals with those of the target alone, if
-        `--check-lossless` is given. A greedy run compares the texts that it has measured. Any other
-        run decodes a few prompts greedily for the check, at the first batch size.
+        """Compare the texts at every k > 0 to those of the target alone, if `--check-lossless` is
+        given. A greedy run compares the texts that it has measured. Any other run decodes a few
+        prompts greedily for the check, at the first batch size.
 
         hosts: the job of each arm that was measured at this batch size.
         """
@@ -378,9 +383,9 @@ class Sweep(Running):
         except (SetupError, UsageError):
             raise
         except Exception as caught:
-            # All ranks raise two kinds of errors at the same step: a failure found by rank 0, and
-            # a lack of memory in a pass. Any other error may hit only some of several ranks, and
-            # then ends the sweep.
+            # Two kinds of errors occur on all ranks at the same step: failures found by rank 0, and
+            # a lack of memory in a pass. Any other error may occur on only some of several ranks,
+            # so it ends the sweep.
             is_common = isinstance(caught, RunError) or is_out_of_memory(caught)
             if self.world.size > 1 and not is_common:
                 raise

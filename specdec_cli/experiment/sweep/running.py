@@ -44,7 +44,7 @@ class Running:
     check: LosslessCheck | None = field(default=None, init=False)
     failures: dict[Key, Failure] = field(default_factory=dict, init=False)
     clock: SweepClock = field(default_factory=SweepClock, init=False)
-    # The pairs of draft and k that are warmed up for load points.
+    # The pairs of draft and k that have been warmed up for load points.
     _warm: set[tuple[str | None, int]] = field(default_factory=set, init=False)
 
     def _points(self, batch_size: int, rate: Rate | None = None) -> list[Point]:
@@ -58,6 +58,11 @@ class Running:
     def _begin(self, what: str) -> None:
         with self.world.outside():
             self.watcher.begin(what)
+
+    @property
+    def of_machine(self) -> list[Notice]:
+        """Warnings about the machine on which points were measured."""
+        return []
 
     def _keep(self, key: Key, samples: Sequence[Sample]) -> None:
         self.records.add(*samples)
@@ -111,7 +116,7 @@ class Starter(Protocol):
 
     def start(self, plan: Prepared, k: int, told: Callable[[str], None]) -> None:
         """Start the server for proposal length `k`, and wait until it is healthy. Raises `RunError`
-        if it ends earlier or is not healthy in time."""
+        if it exits first, or does not become healthy in time."""
 
     def stop(self) -> None:
         """Stop the running server, if any."""

@@ -3,12 +3,14 @@ run, to serve as the baseline."""
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from specdec_cli.errors import ExitCode, Notice, UsageError
 from specdec_cli.experiment.disk import refuse_special_files
 from specdec_cli.experiment.folders import settings_file
+from specdec_cli.experiment.folders.conclusions import CheckResult
 from specdec_cli.experiment.folders.record_lines import read_records, to_json
 from specdec_cli.experiment.folders.records import Point, Sample
 from specdec_cli.experiment.folders.run_folder import RunFolder
@@ -28,7 +30,10 @@ def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: b
 
     def load(kept: RunFolder) -> bool:
         records.load(kept.path, plan.settings)
+        if not plan.jobs[0].backend.is_native:  # a server may answer on the second attempt
+            records.drop_failed()
         records.earlier_clock = _earlier_clock(path)
+        records.earlier_check = _earlier_check(path)
         records.earlier_where = settings_file.earlier_environment(path, where)
         return sum(map(len, records.samples.values())) < plan.num_samples
 
@@ -51,7 +56,8 @@ def read_settings(path: Path) -> SweepSettings:
     found = settings_file.kept_settings(path, SweepSettings)
     if not found:
         raise UsageError(
-            f"{path} is not a sweep's: its {settings_file.SETTINGS} belongs to another command",
+            f"{path} is not a sweep's folder: its {settings_file.SETTINGS} belongs to "
+            "another command",
             "name a folder that sweep-k wrote",
         )
     return SweepSettings.of_dict(found)
@@ -71,7 +77,7 @@ def finish(
         *(plan.settings, plan.recipe, where, records, points, warnings),
         clock=clock,
         failures=sweep.failures.values(),
-        check=sweep.check.result if sweep.check is not None else None,
+        check=sweep.check.result if sweep.check is not None else records.earlier_check,
     )
     if plan.jobs[0].backend.is_native:
         # Imported here, because both modules import torch, which merging does not need.
@@ -95,6 +101,15 @@ def _earlier_clock(path: Path) -> SweepClock:
     except (ValueError, KeyError, TypeError):
         return SweepClock()
     return SweepClock(*times) if all(map(math.isfinite, times)) else SweepClock()
+
+
+def _earlier_check(path: Path) -> CheckResult | None:
+    """Read the losslessness check from the folder's summary.json. Returns None if there is none, or
+    if it is damaged."""
+    with suppress(ValueError, KeyError, TypeError):
+        found = settings_file.read_json(path / "summary.json")["lossless_check"]
+        return None if found is None else CheckResult.model_validate(found)
+    return None
 
 
 def _where(plan: SweepPlan) -> dict[str, Any]:
@@ -140,12 +155,14 @@ def samples_of(folder: Path, plan: SweepPlan) -> list[Sample]:
     )
     if found is not None:
         which, own, other = found
-        raise UsageError(f"{name} has sampling.{which} {shown(other)}, and here it is {shown(own)}")
+        raise UsageError(
+            f"{name} has sampling.{which} {shown(other)}, but this sweep has {shown(own)}"
+        )
     every = read_records(folder / "samples.jsonl", Sample)
     plain = {(s.batch_size, s.index): s for s in every if s.k == 0}
     if not plain:
         ks = ", ".join(map(str, sorted({s.k for s in every}))) or "none"
-        raise UsageError(f"{name} speculates: it has no k = 0, only k = {ks}")
+        raise UsageError(f"{name} has no samples at k = 0, only at k = {ks}")
     job, taken = plan.jobs[0], []
     for size in plan.settings.batch_sizes:
         for prompt, ids in zip(job.prompts, job.token_ids, strict=True):

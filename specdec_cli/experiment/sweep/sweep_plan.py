@@ -107,7 +107,7 @@ def plan_sweep(
     names = [job.plan.proposer for job in jobs]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise UsageError(f"--draft: {twice} is there twice")
+        raise UsageError(f"--draft: {twice} is given twice")
     if batch_sizes[0]:  # 0 means unlimited concurrency
         recipe = recipe.changed("run", batch_size=batch_sizes[0])
     recipe = dated(recipe, jobs[0])
@@ -135,14 +135,15 @@ def plan_sweep(
         jobs = [job.only(lambda index: index % count == place) for job in jobs]
         if not jobs[0].prompts:
             raise UsageError(
-                f"shard {place}/{count} has no prompts: there are {settings.prompts['count']}"
+                f"shard {place}/{count} has no prompts: the sweep has only "
+                f"{settings.prompts['count']}"
             )
     return SweepPlan(recipe, settings, jobs, found, prompts.own, check_lossless)
 
 
 def _with_load(recipe: Recipe) -> Recipe:
-    """Check how requests arrive according to the recipe, and return the recipe. If arrival times
-    are read from a file, the returned recipe has the file's absolute path.
+    """Check the recipe's settings for the arrival of requests, and return the recipe. If arrival
+    times are read from a file, the returned recipe has the file's absolute path.
 
     Raises `UsageError` if `load.arrivals` is not a known arrival process, or if a file of arrival
     times is given together with several rates or with the rate inf.

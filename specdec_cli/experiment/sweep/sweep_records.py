@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from specdec_cli.core.figures import Rate, Record
+from specdec_cli.experiment.folders.conclusions import CheckResult
 from specdec_cli.experiment.folders.record_lines import read_records
 from specdec_cli.experiment.folders.records import (
     CurvePart,
@@ -20,6 +21,7 @@ from specdec_cli.experiment.folders.records import (
     Stretch,
 )
 from specdec_cli.experiment.folders.run_folder import RunFolder
+from specdec_cli.experiment.folders.samples import without_errors
 from specdec_cli.experiment.folders.settings_file import RunSettings
 from specdec_cli.experiment.forecasts import ReplayText
 from specdec_cli.experiment.load.arrivals import Offered
@@ -92,7 +94,7 @@ class SweepSettings(RunSettings):
 
     @property
     def measured_keys(self) -> list[Key]:
-        """The keys of all points to measure rather than predict."""
+        """The keys of all points that are measured, not predicted."""
         return [key for b, rate in self.levels for key in self.keys(b, self.measured_ks, rate)]
 
     def misfit(self, record: Record) -> str | None:
@@ -127,7 +129,7 @@ class Settings(Protocol):
 class SweepClock:
     """Durations of the parts of a sweep, in seconds.
 
-    rounds: the time in rounds and prefill passes of measured runs.
+    rounds: the time spent in rounds and prefill passes of measured runs.
     measuring: the whole time spent measuring, including recording and writing.
     processor: this process's CPU time while measuring.
     """
@@ -165,6 +167,7 @@ class SweepRecords:
     earlier_clock, earlier_where: the clock and the environment from the summary of the last process
         that measured anything. They are kept here, because the first new record deletes that
         summary.
+    earlier_check: the losslessness check in that summary, if any.
     """
 
     folder: RunFolder | None = None
@@ -178,6 +181,7 @@ class SweepRecords:
     facts: dict[Pair, PairFacts] = field(default_factory=dict)
     earlier_clock: SweepClock = field(default_factory=SweepClock)
     earlier_where: dict[str, Any] | None = None
+    earlier_check: CheckResult | None = None
 
     def load(self, folder: Path, settings: Settings) -> None:
         """Read the records of a folder."""
@@ -187,12 +191,19 @@ class SweepRecords:
         self.drop_parts()
 
     def drop_parts(self) -> None:
-        """Drop the samples of points at a request rate whose measurement was interrupted. These are
-        the points with more or fewer samples than their time windows count requests."""
+        """Drop the samples of points at a request rate whose measurement was interrupted. At these
+        points, the number of samples differs from the number of requests in the time windows."""
         for key in [key for key in self.samples if key.request_rate is not None]:
             whole = sum(one.num_requests for one in self.stretches[key].values())
             if len(self.samples[key]) != whole:
                 del self.samples[key], self.stretches[key]
+
+    def drop_failed(self) -> None:
+        """Drop the samples of prompts that failed, so that they run again. At request rates,
+        failures count as results and are kept."""
+        for key, of in self.samples.items():
+            if key.request_rate is None:
+                self.samples[key] = without_errors(of)
 
     def add(self, *records: Record) -> None:
         """Add new records of the same kind. All are written at once, since syncing the file for

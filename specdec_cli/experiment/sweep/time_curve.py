@@ -10,8 +10,7 @@ from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.measure import units_of
 from specdec_cli.experiment.statistics.factors import midmean
 
-# The maximum number of parts of a time curve: the first at batch size 1, the second at larger batch
-# sizes.
+# The maximum number of parts of a time curve, at batch size 1 and at larger batch sizes.
 _MOST_CURVE_PARTS = 16
 _CURVE_PARTS_OF_BATCHES = 2
 
@@ -29,9 +28,9 @@ def curve_unit(job: Job, batch_size: int, part: int) -> int:
     """Return the index of the prompt group (unit) on which a part of the time curve is measured.
     This is done just before the group itself is measured.
 
-    The part runs the whole group, since the last requests of a group leave the batch half-empty,
-    and rounds then cost more per sequence. So these rounds are as frequent in the time curve as in
-    the measured points.
+    The last requests of a group leave the batch half-empty, and rounds then cost more per sequence.
+    Each part runs its whole group, so that such rounds are as frequent in the time curve as in the
+    measured points.
     """
     return part * len(units_of(job, batch_size)) // curve_parts(job, batch_size)
 

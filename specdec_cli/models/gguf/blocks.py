@@ -95,7 +95,7 @@ def fields_of(kind: str, blocks: Tensor, storage: Storage) -> list[Tensor]:
     shared = [f.flatten(-2).repeat_interleave(repeats, -1).to(storage.scales) for f in factors]
     if not all(bool(field.isfinite().all()) for field in shared):
         dtype = str(storage.scales).removeprefix("torch.")
-        raise ValueError(f"scales that are not numbers, or too large for {dtype}")
+        raise ValueError(f"scales that are NaN, infinite or too large for {dtype}")
     return [numbers, *shared]
 
 
@@ -130,7 +130,7 @@ def _spread(content: Tensor, width: int, bits: int) -> Tensor:
 
 
 def _shares(codes: Tensor) -> list[Tensor]:
-    """Unpack 12 bytes into the 8 integers of scales and the 8 of minima."""
+    """Unpack 12 bytes into 8 integer scales and 8 integer minima."""
     from gguf.quants import Q4_K
 
     found = Q4_K.get_scale_min(codes.reshape(-1, 12).numpy())

@@ -25,8 +25,8 @@ from specdec_cli.models.refusals import Unsupported
 from specdec_cli.text import one_line, shown
 
 _TEXT_ONLY = {"gemma3": "gemma3_text"}
-# Architectures and layer counts of the 27B models. These scale queries by hidden_size / heads
-# instead of the head size, and no key says so.
+# Architectures and layer counts of the 27B models. They derive the scale of queries
+# from hidden_size / heads instead of the head size, but no key in the file says so.
 _OTHER_SCALE = {("gemma2", 46), ("gemma3", 62)}
 _PLAIN = {"F32": None, "F16": "float16", "BF16": "bfloat16"}
 _SIGMOID = 2  # value of `expert_gating_func` for sigmoid scores of experts

@@ -65,15 +65,15 @@ def read_model(file: Path) -> Header:
     files = [file.with_name(name) for name in names]
     if missing := [f for f in files if not f.is_file()]:
         raise SetupError(
-            f"{file.parent} lacks {len(missing)} of the {count} files of a split model, first "
-            f"{one_line(missing[0].name)}",
+            f"{file.parent} lacks {len(missing)} of the {count} files of a split model; the first "
+            f"missing one is {one_line(missing[0].name)}",
             "download the model again",
         )
     return _joined([read_header(f) for f in files])
 
 
 def layers_in(header: Header) -> int | None:
-    """Return the number of layers, found from the tensors' names, or None if no name contains a
+    """Return the number of layers, according to the tensors' names, or None if no name contains a
     layer index."""
     found = filter(None, (re.match(r"blk\.(\d{1,9})\.", name) for name in header.tensors))
     return max((int(match[1]) + 1 for match in found), default=None)

@@ -61,8 +61,8 @@ class Header:
 
 
 def read_header(file: Path) -> Header:
-    """Return the header of a GGUF file. Raises `SetupError` if the file is not in GGUF, is cut off
-    or contradicts itself."""
+    """Return the header of a GGUF file. Raises `SetupError` if the file is not a GGUF file, is cut
+    off or contradicts itself."""
     try:
         status = file.stat()
         return _read(file, status.st_size, status.st_mtime_ns)
@@ -86,7 +86,7 @@ def _read(file: Path, size: int, changed: int) -> Header:
     if not file.is_file():
         raise ValueError("it is not a regular file")
     if size < 24:
-        raise ValueError(f"it has {size} bytes, but a header has 24")
+        raise ValueError(f"it has {size} bytes, but a GGUF header has at least 24")
     with file.open("rb") as stream:
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return _HeaderReader(file, content, size).read()
@@ -122,14 +122,16 @@ class _HeaderReader:
             entries[name] = self.entry(one_line(name))
         alignment = values.get("general.alignment", 32)
         if type(alignment) is not int or not 0 < alignment <= _MOST_ALIGNMENT:
-            raise ValueError("general.alignment is not a size")
+            raise ValueError(f"general.alignment must be a number from 1 to {_MOST_ALIGNMENT}")
         begin = -(-self.at // alignment) * alignment
         placed = {n: self.placed(n, begin, *entry) for n, entry in entries.items()}
         return Header(self.file, values, placed, self.at)
 
     def take(self, count: int, what: str) -> bytes:
         if count > self.size - self.at:
-            raise ValueError(f"{what} ends {count - self.size + self.at} bytes after the file")
+            raise ValueError(
+                f"{what} extends {count - self.size + self.at} bytes past the end of the file"
+            )
         self.at += count
         return self.content[self.at - count : self.at]
 
@@ -141,14 +143,14 @@ class _HeaderReader:
         """Raise `ValueError` if the rest of the file is too short for `count` items of at least
         `least` bytes each, or if `count` exceeds `most` (None for no limit)."""
         if count * least > self.size - self.at:
-            raise ValueError(f"it says that it has {count} {what}, more than its bytes can hold")
+            raise ValueError(f"its header declares {count} {what}, more than the file can hold")
         if most is not None and count > most:
-            raise ValueError(f"it says that it has {count} {what}, more than any model")
+            raise ValueError(f"its header declares {count} {what}, more than the limit of {most}")
 
     def text(self, what: str, most: int | None = None) -> str:
         (length,) = self.numbers("Q", what)
         if most is not None and length > most:
-            raise ValueError(f"{what} has {length} bytes")
+            raise ValueError(f"{what} has {length} bytes; the limit is {most}")
         try:
             return self.take(length, what).decode()
         except UnicodeDecodeError:
@@ -163,23 +165,27 @@ class _HeaderReader:
         if kind == _STRING:
             return self.text(what)
         if kind != _ARRAY:
-            raise ValueError(f"{what} has a value of type {kind}, which GGUF does not have")
+            raise ValueError(f"{what} has a value of type {kind}, which GGUF does not define")
         inner, count = self.numbers("IQ", what)
         if inner in _SCALARS:
             self.fits(count, struct.calcsize(f"<{_SCALARS[inner]}"), f"numbers in {what}")
             if count > _MOST_NUMBERS:
-                raise ValueError(f"{what} has {count} numbers")
+                raise ValueError(f"{what} has {count} numbers; the limit is {_MOST_NUMBERS}")
             return list(self.numbers(f"{count}{_SCALARS[inner]}", what))
         if inner != _STRING:
-            raise ValueError(f"{what} is an array of type {inner}; only numbers and texts are read")
-        self.fits(count, 8, f"texts in {what}")
+            raise ValueError(
+                f"{what} is an array of type {inner}; only numbers and strings are supported"
+            )
+        self.fits(count, 8, f"strings in {what}")
         self.strings += count
         if self.strings > _MOST_STRINGS:
-            raise ValueError(f"{what} has {count} texts")
+            raise ValueError(
+                f"{what} has {count} strings; the limit for all arrays together is {_MOST_STRINGS}"
+            )
         return self.texts(count, what)
 
     def texts(self, count: int, what: str) -> list[str]:
-        """Read `count` strings. A vocabulary has hundreds of thousands, so this is a separate loop,
+        """Read `count` strings. A vocabulary can have hundreds of thousands, so this loop is
         written for speed."""
         found, at, content, size = [], self.at, self.content, self.size
         length_of = struct.Struct("<Q").unpack_from
@@ -188,13 +194,15 @@ class _HeaderReader:
                 (length,) = length_of(content, at)
                 end = at + 8 + length
                 if end > size:
-                    raise ValueError(f"a text in {what} ends {end - size} bytes after the file")
+                    raise ValueError(
+                        f"a string in {what} extends {end - size} bytes past the end of the file"
+                    )
                 found.append(content[at + 8 : end].decode())
                 at = end
         except struct.error:
-            raise ValueError(f"{what} is longer than the file") from None
+            raise ValueError(f"{what} extends past the end of the file") from None
         except UnicodeDecodeError:
-            raise ValueError(f"a text in {what} is not UTF-8 text") from None
+            raise ValueError(f"a string in {what} is not UTF-8 text") from None
         self.at = at
         return found
 
@@ -202,7 +210,7 @@ class _HeaderReader:
         """Read the shape, type and offset of a tensor."""
         (dims,) = self.numbers("I", name)
         if not 0 < dims <= _MOST_DIMS:
-            raise ValueError(f"{name} has {dims} dimensions")
+            raise ValueError(f"{name} has {dims} dimensions; only 1 to {_MOST_DIMS} are supported")
         shape = self.numbers(f"{dims}Q", name)
         kind, offset = self.numbers("IQ", name)
         return tuple(reversed(shape)), kind, offset
@@ -214,12 +222,16 @@ class _HeaderReader:
         name = one_line(name)
         width, nbytes = _block(kind, name)
         if min(shape) < 1:
-            raise ValueError(f"{name} has shape {list(shape)}")
+            raise ValueError(f"{name} has shape {list(shape)}, in which a dimension is 0")
         if shape[-1] % width:
-            raise ValueError(f"{name} has rows of {shape[-1]} numbers, stored in blocks of {width}")
+            raise ValueError(
+                f"{name} has rows of {shape[-1]} values, not a multiple of the block size {width}"
+            )
         stored, start = prod(shape) // width * nbytes, begin + offset
         if start + stored > self.size:
-            raise ValueError(f"{name} ends {start + stored - self.size} bytes after the file")
+            raise ValueError(
+                f"{name} extends {start + stored - self.size} bytes past the end of the file"
+            )
         return TensorPlace(self.file, shape, kind, start, stored)
 
 
@@ -235,7 +247,9 @@ def _block(kind: int, name: str) -> tuple[int, int]:
     try:
         width, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     except (KeyError, ValueError):
-        raise ValueError(f"{name} has numbers of type {kind}, which gguf does not know") from None
+        raise ValueError(
+            f"{name} has values of type {kind}, which the gguf package does not know"
+        ) from None
     return width, nbytes
 
 
@@ -251,5 +265,5 @@ def _said(numbers: Sequence[int]) -> str:
 
 
 def is_gguf(place: Path) -> bool:
-    """True if a model's path is a GGUF file and not a folder."""
+    """Return True if a model's path is a GGUF file and not a folder."""
     return place.suffix == ".gguf" and not os.path.isdir(place)

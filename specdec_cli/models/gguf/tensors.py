@@ -71,7 +71,7 @@ def check_kinds(name: str, header: Header) -> None:
 
 
 def kinds_of(header: Header) -> list[str]:
-    """Return the names of the tensors' types, those with the most bytes first."""
+    """Return the names of the tensors' types, in descending order of their total bytes."""
     sizes: dict[str, int] = {}
     for tensor in header.tensors.values():
         kind = name_of(tensor.kind)
@@ -108,14 +108,14 @@ def kept_readers(module: Any, header: Header) -> dict[str, tuple[Storage, ReadAs
 
 
 def is_plain(header: Header) -> bool:
-    """True if no tensor of a file is quantised."""
+    """Return True if no tensor of a file is quantised."""
     return all(name_of(place.kind) in _PLAIN for place in header.tensors.values())
 
 
 def _sources(module: Any, header: Header) -> Iterator[tuple[str, list[str], Change | None]]:
-    """Yield, for each tensor of `module` that a file has, its name, the names of the tensors in the
-    file that it is made from, and the function that converts their layout (None if it is the
-    same)."""
+    """Yield (name, sources, change) for each tensor of `module` that a file has: its name, the
+    names of the file's tensors that it is made from, and the function that converts their layout
+    (None if it is the same)."""
     architecture = str(header.values["general.architecture"])
     name_in_file = _names(architecture, module.config.num_hidden_layers)
     for name in module.state_dict():
@@ -291,7 +291,8 @@ def _plain(content: np.ndarray[Any, Any], kind: str, number: int) -> torch.Tenso
 
 
 def is_undone(kind: int) -> bool:
-    """True if the gguf package can dequantise a type. To find out, dequantise a block of zeros."""
+    """Return True if the gguf package can dequantise a type. To find out, dequantise a block of
+    zeros."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)][1]

@@ -12,7 +12,7 @@ from specdec_cli.models.gguf.header import Header
 from specdec_cli.models.gguf.tensors import FROM_GGUF
 from specdec_cli.text import shown
 
-# The maximum length of all tokens together. If a file has no merges, transformers derives them by
+# The maximum total length of all tokens. If a file has no merges, transformers derives them by
 # trying all splits of every token, which is slow.
 _VOCABULARY_BYTES = 1 << 25
 _TOKEN_BYTES = 1 << 12
@@ -49,7 +49,7 @@ def gguf_tokenizer(header: Header) -> Any:
         settings[name] = None if token_id is None else tokens[token_id]
     for key in ("add_bos_token", "add_eos_token"):
         settings[key] = values.get(f"tokenizer.ggml.{key}") is True
-    if "tokenizer.ggml.add_bos_token" not in values:  # the file is older than the key
+    if "tokenizer.ggml.add_bos_token" not in values:  # older files lack the key
         is_usual = vocabulary["tokenizer_type"] == _PIECES
         is_usual |= vocabulary["pre_tokenizer_type"] in _BEGIN_WITH_BOS
         settings["add_bos_token"] = is_usual and settings["bos_token"] is not None
@@ -81,10 +81,15 @@ def _vocabulary(header: Header) -> dict[str, Any]:
     if len(set(tokens)) < len(tokens):
         raise ValueError("its vocabulary has a token twice")
     if (kind := found.get("tokenizer_type")) not in (_BYTE_LEVEL, _PIECES):
-        raise ValueError(f"its kind is {shown(kind)}; only {_BYTE_LEVEL} and {_PIECES} are read")
+        raise ValueError(
+            f"its kind is {shown(kind)}; only {_BYTE_LEVEL} and {_PIECES} are supported"
+        )
     longest = max(map(len, tokens))
     if longest > _TOKEN_BYTES or sum(map(len, tokens)) > _VOCABULARY_BYTES:
-        raise ValueError(f"its vocabulary has tokens of {longest} characters")
+        raise ValueError(
+            f"its longest token has {longest} characters and all its tokens have "
+            f"{sum(map(len, tokens))}; the limits are {_TOKEN_BYTES} and {_VOCABULARY_BYTES}"
+        )
     for key in ("scores", "token_type"):
         if key in found and (not isinstance(found[key], list) or len(found[key]) != len(tokens)):
             raise ValueError(f"{key} is not a list of {len(tokens)} entries, one per token")
@@ -102,8 +107,8 @@ def _backend(architecture: str, vocabulary: dict[str, Any]) -> Any:
             vocabulary.get("pre_tokenizer_type") not in _CUT_BEFORE.get(architecture, set())
         ):
             raise ValueError(
-                "this version of transformers splits texts differently from the model; 5.23 and "
-                "later do not"
+                "this version of transformers does not split text as the model expects; 5.23 and "
+                "later do"
             ) from None
         vocabulary.setdefault("add_prefix_space", False)
     backend, _ = convert_gguf_tokenizer(architecture, dict(vocabulary))

@@ -42,8 +42,8 @@ class Other(NamedTuple):
     """A way to interpret a head's config that differs from ours and that some other tools use.
 
     told: a description of the difference, for messages.
-    changes: the fields of `HeadConfig` that have other values under this interpretation, with these
-    values.
+    changes: the fields of `HeadConfig` that differ under this interpretation, with the values that
+    they have under it.
     """
 
     told: str
@@ -54,7 +54,7 @@ class Other(NamedTuple):
 class HeadConfig:
     """The settings of a head of any kind. They determine its checkpoint, its memory and its cache.
 
-    noun: what messages call this kind of head.
+    noun: the name of this kind of head in messages.
     shift: 1 if row t embeds token t + 1, 0 if it embeds token t.
     carries: whether the output for the last accepted token is kept for the first proposal of the
         next round.
@@ -111,8 +111,8 @@ class HeadConfig:
 
     @property
     def sizes_held(self) -> dict[str, int]:
-        """The number of values that a weight has in memory, by its name. Only weights that have a
-        different number in the checkpoint are listed."""
+        """The number of values that a weight has in memory, by its name. This lists only weights
+        with a different number of values in the checkpoint."""
         return {}
 
     @property

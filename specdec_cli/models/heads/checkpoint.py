@@ -28,7 +28,8 @@ Lent = Mapping[str, torch.Tensor]
 
 
 def serves(source: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """True if a weight of the target can serve as a head's weight of this shape and dtype."""
+    """Return True if a weight of the target can serve as a head's weight of this shape and
+    dtype."""
     return tuple(source.shape) == shape and source.dtype == dtype
 
 
@@ -174,7 +175,9 @@ def _read(config: HeadConfig, name: str, read: Read, part: Part) -> torch.Tensor
     try:
         tensor = read(part)
     except WrongShape as problem:
-        told = f"{name} has shape {list(problem.found)}, and {list(part.shape)} by its config.json"
+        told = (
+            f"{name} has shape {list(problem.found)}, but config.json requires {list(part.shape)}"
+        )
         raise _bad(config, told) from None
     if not tensor.is_floating_point() or tensor.element_size() == 1:
         lacks = "config.json does not say how" if config.quantisation is None else "has no scales"

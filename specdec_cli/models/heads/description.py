@@ -101,8 +101,8 @@ class HeadDescription:
         return self.loaded_bytes()
 
     def loaded_bytes(self, *, is_compiled: bool = False) -> int:
-        """Return the bytes that the head takes on its device: weights, without borrowed ones, and
-        rotary tables."""
+        """Return the bytes that the head takes on its device: its rotary tables, and its weights
+        except borrowed ones."""
         config, is_cpu = self.config, self.device.type == "cpu"
         not_held = self.borrows - {HEAD} if self.gathers_head else self.borrows
         sizes = {name: math.prod(s) for name, s in config.shapes(self.parallel).items()}
@@ -110,7 +110,7 @@ class HeadDescription:
         numbers, packed_names = 2 * self.max_len * int(config.body.head_dim), set[str]()
         for names in config.products() if is_cpu else ():
             # On a CPU, each merged projection is kept packed, unpacked or in both forms. Of the
-            # matrices that are merged, only the embedding is also kept by itself.
+            # matrices that are merged, only the embedding is also kept separately.
             packed, plain = ops.forms_of(count := sum(sizes[name] for name in names), self.dtype)
             # If the head borrows the target's output matrix, the unpacked form already counts
             # towards the target's memory.
@@ -213,7 +213,7 @@ def describe_head(
     spec, target, parallel = place.spec, place.target, place.parallel
     if spec.weights == "fp8":
         raise UsageError(
-            f"{spec.role}.weights: fp8 does not suit {spec.name}: heads are held in their dtype"
+            f"{spec.role}.weights: fp8 does not suit {spec.name}: heads run on plain weights"
         )
     folder = place_of(spec)
     settings = target.module.config
@@ -222,8 +222,8 @@ def describe_head(
     config.split(parallel)
     layers = check_target(config, int(settings.hidden_size), target.vocab_size, num_layers)
     check_hidden_layers(target.module, layers)
-    # The dtype in the config is the one used in training. Other tools ignore it and run a head in
-    # its target's dtype, and so does `auto`.
+    # The dtype in the config is the one used in training. As in other tools, `auto` ignores it and
+    # runs the head in its target's dtype.
     dtype = target.dtype if spec.dtype == "auto" else getattr(torch, spec.dtype)
     lent = _lent_by(target.module)
     whole = lent[HEAD].new_empty(target.vocab_size, lent[HEAD].shape[1])

@@ -29,10 +29,11 @@ from specdec_cli.models.prompt_passes import PromptGraphs, PromptPasses, Results
 class PagedHead:
     """Runs passes through `head`, keeping keys and values in `cache`.
 
-    carry: [num_blocks, H], the output of each sequence's last complete row; empty if the head
-    carries nothing. A sequence's entry is at the index of the cache block that holds the key of
-    that row. The entry therefore follows the sequence through slots, graphs and preemption. This
-    costs one vector per block.
+    carry: [num_blocks, H], the output of each sequence's last complete row; empty unless the head's
+    config sets `carries`. A row is complete if the sequence contains the token that the row embeds.
+    A sequence's entry is at the index of the cache block that holds the key of that row. The entry
+    therefore follows the sequence through slots, graphs and preemption. This costs one vector per
+    block.
     captured_width: the number of tokens in the largest prefill pass that is captured as a graph; 0
     if none is captured.
     """

@@ -1,4 +1,4 @@
-"""Read and check the settings of a head's layers in its config.json. Reads no weights."""
+"""Read and check the settings of a head's layers in its config.json. No weights are read."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from specdec_cli.models.heads.layers import CONFIGS
 from specdec_cli.text import first_line, shown
 
 _ACTIVATIONS = {a: a for a in ("silu", "gelu_pytorch_tanh")} | {"swish": "silu"}
-# The supported kinds of rotary embedding. The tables of other kinds depend on the longest position
+# The supported kinds of rotary embedding. The tables of other kinds depend on the largest position
 # in a batch, so they cannot be computed once.
 _ROPES = ("default", "linear", "llama3", "yarn")
 _DEFAULT_ROPE_BASE = 10000.0  # for a head without rope_theta; the target's base is not used
@@ -20,7 +20,7 @@ _DEFAULT_ROPE_BASE = 10000.0  # for a head without rope_theta; the target's base
 
 @contextmanager
 def reading(noun: str, name: str) -> Iterator[None]:
-    """Turn errors that occur while the block reads a head's config.json into `SetupError`."""
+    """Raise a `SetupError` for errors in the `with` block, which reads a head's config.json."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, LookupError) as problem:

@@ -19,7 +19,7 @@ SglangValues = Callable[[int], dict[str, str | int]]
 
 @dataclass(frozen=True, slots=True)
 class VllmConfig:
-    """A method's keys of vLLM's `speculative_config`, and notes for the user about them."""
+    """The keys of vLLM's `speculative_config` for a method, and notes for the user about them."""
 
     config: dict[str, Any]
     notes: tuple[str, ...] = ()

@@ -43,7 +43,7 @@ def _to_vllm(method: str, *notes: str) -> VllmMaker:
 
 def _dspark_to_sglang(k: int) -> dict[str, str | int]:
     """Make SGLang's settings for k. SGLang accepts a k other than the drafter's `block_size` only
-    if both of these flags set it."""
+    if both flags, `num-draft-tokens` and `dspark-block-size`, set it."""
     return sglang_block("DSPARK")(k) | {"dspark-block-size": k}
 
 

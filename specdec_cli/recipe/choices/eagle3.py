@@ -18,7 +18,7 @@ Dialect = Literal["flat", "model-optimizer", "speculators", "deepspec"]
 
 
 class Eagle3Keys(Section):
-    """Keys that override an EAGLE-3 head's own config, where tools interpret it differently."""
+    """Keys that override the parts of an EAGLE-3 head's config that tools interpret differently."""
 
     eagle3_layers: tuple[CountOrZero, ...] | None = entry(
         None,
@@ -63,8 +63,8 @@ FORM = DraftForm(
 
 
 def dialect_of(config: Mapping[str, Any]) -> Dialect | None:
-    """Return the format in which a config.json describes an EAGLE-3 head; None if it describes
-    none."""
+    """Return the format of an EAGLE-3 head's config.json; None if the config is not that of an
+    EAGLE-3 head."""
     if FORM.seen(config) is None:
         return None
     if first_seen(speculator("eagle3"), config) is not None:

@@ -65,8 +65,8 @@ def first_seen(signs: tuple[Sign, ...], config: Mapping[str, Any]) -> str | None
 
 
 def speculator(*names: str, others: bool = False) -> tuple[Sign, ...]:
-    """Return the signs of a config from the speculators library that says that the draft is one of
-    the kinds `names` or, with `others`, that it is of any other kind."""
+    """Return signs that a config of the speculators library has if it names one of the kinds
+    `names` or, with `others`, any other kind."""
 
     def counts(value: Any) -> bool:
         return value is not None and (value in names) != others
@@ -77,8 +77,8 @@ def speculator(*names: str, others: bool = False) -> tuple[Sign, ...]:
 
 
 def named(pattern: str) -> Sign:
-    """Return a sign that a config has if the name of a class in its `architectures` matches the
-    regular expression `pattern`. Names are converted to lower case first."""
+    """Return a sign that a config has if a class name in its `architectures`, in lower case,
+    contains a match of the regular expression `pattern`."""
 
     def counts(value: Any) -> bool:
         names = [str(name).lower() for name in value] if isinstance(value, list) else []
@@ -89,7 +89,7 @@ def named(pattern: str) -> Sign:
 
 def valued(key: str, *values: str, others: bool = False) -> Sign:
     """Return a sign that a config has if the value of `key` is one of `values` or, with `others`,
-    any other value except null."""
+    if it is any other value except null."""
     return Sign(key, lambda value: value is not None and (value in values) != others)
 
 
@@ -103,8 +103,8 @@ EAGLE3 = (
     Sign("eagle_config", lambda value: isinstance(value, Mapping)),
     Sign("draft_vocab_size", lambda _: True),
 )
-# EAGLE-1, EAGLE-2 and HASS. Only converted heads have these signs: the config that a head was
-# published with looks like that of an ordinary one-layer Llama.
+# EAGLE-1, EAGLE-2 and HASS. Only converted heads have these signs; the original config of such a
+# head looks like that of an ordinary one-layer Llama.
 EAGLE = (*speculator("eagle"), valued("model_type", "eagle"), named("(?<!p)eagle(?!3)"))
 PEAGLE = (*speculator("peagle"), named("peagle"))
 DSPARK = (

@@ -105,7 +105,7 @@ def fitting_forms(config: Mapping[str, Any]) -> list[Fitting]:
 
 
 def weights_from(method: object) -> WeightsFrom:
-    """Return where the weights of the method with this name are; `none` for an unknown name."""
+    """Return `weights_from` of the method with this name; `none` for an unknown name."""
     return METHODS[method].weights_from if isinstance(method, str) and method in METHODS else "none"
 
 

@@ -58,8 +58,9 @@ def _check(keys: SyntheticKeys, k: int) -> None:
 def even_rate(length: float, k: int) -> float:
     """Compute the acceptance rate at which rounds of k proposals yield `length` tokens on average.
 
-    The rate is the chance that a proposal is accepted once all before it were; it is the same at
-    all k positions. Solves (1 - a^(k+1)) / (1 - a) = length for a (Leviathan et al., equation 1).
+    The rate is the chance that a proposal is accepted if all proposals before it were accepted. It
+    is the same at all k positions. Solves (1 - a^(k+1)) / (1 - a) = length for a (Leviathan et al.,
+    equation 1).
     """
     low, high = 0.0, 1.0
     for _ in range(60):
@@ -74,7 +75,7 @@ def marginal_rates(keys: SyntheticKeys, own_k: int, k: int) -> tuple[float, ...]
     If the recipe gives a mean length instead of rates, compute the acceptance rate that yields this
     length at `own_k`, and use the same rate at every k.
 
-    own_k: the k in the recipe. In a sweep, k may differ from it. 0 stands for k.
+    own_k: the k in the recipe. In a sweep, k may differ from it. If it is 0, k is used instead.
     Raises `UsageError` if the recipe gives fewer rates than k.
     """
     rates, length = keys.synthetic_acceptance_rates, keys.synthetic_acceptance_length

@@ -13,7 +13,7 @@ from typing import Any
 
 from specdec_cli.text import inert, one_line
 
-# From the Okabe-Ito palette for colour-blind readers: the colours visible on both black and white.
+# The colours of the Okabe-Ito palette (for colour-blind readers) that show on black and on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 # Seven markers and six colours have no common factor, so 42 lines look different.
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -70,8 +70,8 @@ _METADATA: Mapping[str, Mapping[str, None]] = {
 
 
 def lay_out(figure: Any) -> None:
-    """Place the axes for good, so that all labels fit. `savefig` alone would place them anew, as if
-    the last tick's label ended with the axis."""
+    """Place the axes so that all labels fit, and fix their positions. Otherwise `savefig` would
+    place them again, as if the last tick's label did not extend beyond the axis."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
 
@@ -169,7 +169,7 @@ def draw_row(
 
 
 def name_rows(axis: Any, names: Sequence[str]) -> None:
-    """Label the rows, the first at the top."""
+    """Label the rows, from top to bottom."""
     axis.set_yticks(range(len(names)), [safe(name) for name in names])
     axis.set_ylim(len(names) - 0.4, -0.6)
 

@@ -57,7 +57,7 @@ def draw_speedup(figure: Any, run: ReportedRun, bests: Sequence[Finding]) -> boo
 
 def draw_break_even(figure: Any, run: ReportedRun) -> bool:
     """Draw tokens per round by k, and the tokens per round at which speculation breaks even.
-    Returns whether there are any."""
+    Returns whether anything was drawn."""
 
     def draw(line: Line) -> None:
         line.plot(

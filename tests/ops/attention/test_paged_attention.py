@@ -174,6 +174,26 @@ def test_a_sequence_in_one_piece_of_the_cache(shape, window):
     assert_close("out", expected_of(problem), gathered(moved), 1e-12)
 
 
+@pytest.mark.parametrize(
+    ("contexts", "window", "counts"),
+    [
+        ((300, 20, 25, 900, 18), 0, [1, 2, 1, 1]),
+        ((300, 20, 25, 900, 18), 50, [5]),
+        ((900,) * 6, 0, [4, 2]),  # 4096 keys at most
+    ],
+    ids=str,
+)
+def test_contexts_of_unlike_lengths_are_attended_apart(contexts, window, counts):
+    """Padded to the longest of all, they would read many times their keys."""
+    lens = (1, 3, 2, 1, 1, 2)[: len(contexts)]
+    problem = make_problem(Shape(lens, contexts, window=window), torch.float64, torch.device("cpu"))
+    p = problem
+    plan = gather_plan(p.block_tables, p.query_start, p.context_lens, p.cache.keys.shape[1])
+    assert [part.num_sequences for part in plan.parts(View(window))] == counts
+    out = gather_attention(p.query, p.cache, plan, p.call)
+    assert_close("out", expected_of(problem), out, 1e-12)
+
+
 def test_one_plan_serves_layers_of_several_kinds():
     problem = make_problem(Shape((2, 1), (40, 33)), torch.float32, torch.device("cpu"))
     p = problem

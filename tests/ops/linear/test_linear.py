@@ -92,8 +92,10 @@ def check_layer(size, activation, dtype, device):
     out = products_triton.norm_linear_triton(second, last, biases[1])
 
     tolerance = TOLERANCE[dtype]
-    hidden = residual.double() + F.linear(x.double(), out_weight.double(), biases[0].double())
-    assert_close("hidden", hidden, first.hidden, tolerance)
+    product = residual.double() + F.linear(x.double(), out_weight.double())
+    added = products_triton.linear_add_triton(x, out_weight, residual)
+    assert_close("added", product, added, tolerance)
+    assert_close("hidden", product + biases[0].double(), first.hidden, tolerance)
     # Each step starts from the previous step's result, so errors do not add up.
     mlp = F.linear(norm_of(first.hidden, norms[0]), gate_up.double())
     assert_close("inner", ops.gate.reference(mlp, activation), inner, tolerance)

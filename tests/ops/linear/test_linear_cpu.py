@@ -71,6 +71,8 @@ def test_products_match_fp64(size: str, rows: int, dtype: torch.dtype) -> None:
     bias, norm = normal(features, dtype=dtype), 1 + normal(features, dtype=dtype, scale=0.3)
     product = F.linear(x.double(), plain.double())
     tolerance = TOLERANCE[dtype]
+    added = ops.linear_add(x, weight, residual)
+    assert_close("added", residual.double() + product, added, tolerance)
     for b in (None, bias):
         expected = product if b is None else product + b.double()
         assert_close("linear", expected, ops.linear(x, weight, b), tolerance)

@@ -169,11 +169,11 @@ Product = Callable[..., Tensor]
 
 def products(where: str, x: ops.Normed, residual: Tensor, bias: Tensor) -> dict[str, Product]:
     """Each product of a layer, by its name, as a function of its weight."""
-    names = ("linear", "norm_linear", "norm_gate_up", "linear_add_norm")
+    names = ("linear", "norm_linear", "norm_gate_up", "linear_add_norm", "linear_add")
     ours: list[Callable[..., object]] = [getattr(ops, name) for name in names]
     if where == "kernels":
         ours = [getattr(products_triton, f"{name}_triton") for name in names]
-    linear, norm_linear, gate_up, add = ours
+    linear, norm_linear, gate_up, add_norm, add = ours
     norm = bias.abs()
 
     def both(found: object) -> Tensor:
@@ -184,7 +184,8 @@ def products(where: str, x: ops.Normed, residual: Tensor, bias: Tensor) -> dict[
         "linear": lambda weight: linear(x.scaled, weight, bias),
         "norm_linear": lambda weight: norm_linear(x, weight, bias),
         "gate_up": lambda weight: gate_up(x, weight),
-        "add_norm": lambda weight: both(add(x.scaled, weight, residual, norm, EPS, bias)),
+        "add": lambda weight: add(x.scaled, weight, residual),
+        "add_norm": lambda weight: both(add_norm(x.scaled, weight, residual, norm, EPS, bias)),
     }
 
 
@@ -265,7 +266,7 @@ def test_cuts_through_a_group_or_a_code_are_refused(group) -> None:
         (weight.columns, 16, 100),
         (stored(4, 6, group=(1, 0)).columns, 0, 3),
     ):
-        with pytest.raises(ValueError, match="cuts through a group"):
+        with pytest.raises(ValueError, match="splits a quantisation group"):
             cut(start, stop)
 
 

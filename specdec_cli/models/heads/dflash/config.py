@@ -1,4 +1,4 @@
-"""Read the settings of a DFlash or DSpark drafter, from each form of config that tools write.
+"""Read the settings of a DFlash or DSpark drafter, in any of the config formats that tools write.
 
 z-lab and SpecForge write a flat qwen3 config with a section `dflash_config`. speculators puts the
 layers' settings into `transformer_layer_config`. DeepSpec writes all keys at the top level.
@@ -165,8 +165,8 @@ class DFlashConfig(HeadConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DSparkConfig(DFlashConfig):
-    """The settings of a DSpark drafter, which differ from DFlash's only in the name for
-    messages."""
+    """The settings of a DSpark drafter. They differ from DFlash's only in the name that messages
+    use."""
 
     noun: ClassVar[str] = "DSpark drafter"
 

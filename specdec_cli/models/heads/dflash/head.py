@@ -33,13 +33,13 @@ from specdec_cli.models.heads.net import LayeredHead
 class Judged(NamedTuple):
     """The output of the Markov and confidence heads for one token of each block.
 
-    added: [B, Vd], to be added to the logits; None without a Markov head.
-    confidence: fp32 [B], from 0 to 1; None without a confidence head.
+    logits: [B, Vd], with the Markov head's term, if there is such a head.
+    confidence: fp32 [B], from 0 to 1; None without a confidence head, or if it was not asked for.
     memory: [B, r], the state that an rnn Markov head needs for the next token; None for other types
     of Markov head.
     """
 
-    added: Tensor | None
+    logits: Tensor
     confidence: Tensor | None
     memory: Tensor | None
 
@@ -63,22 +63,34 @@ class MarkovHead:
         own = [self.embedding, self.out, self.joint, self.confidence]
         return [*own, self.joint_bias, self.confidence_bias]
 
-    def __call__(self, h: Tensor, before: Tensor, memory: Tensor | None) -> Judged:
+    def __call__(
+        self,
+        h: Tensor,
+        logits: Tensor,
+        before: Tensor,
+        memory: Tensor | None,
+        *,
+        needs_confidence: bool,
+    ) -> Judged:
         """Compute the heads' output for one token of each block.
 
         h: [B, H], the normed hidden states that predict the tokens.
-        before: int64 [B], the previous tokens, as ids of the target.
+        logits: [B, Vd], the drafter's logits for the tokens.
+        before: int64 [B], the previous tokens, as ids of the target, or -1 after a draw that
+            failed.
         memory: `Judged.memory` of the previous tokens; None for the first token of a block.
+        needs_confidence: whether to compute confidences. On a GPU this takes as long as drawing
+            tokens.
         """
         e = None if self.embedding is None else self.embedding[before]
         confidence = None
-        if self.confidence is not None:
+        if needs_confidence and self.confidence is not None:
             both = self.config.confidence_width > self.config.hidden_size
             x = torch.cat((h, e), dim=1) if both and e is not None else h
             told = ops.linear(x.contiguous(), self.confidence, self.confidence_bias)
             confidence = told[:, 0].float().sigmoid()
         if e is None or self.out is None:
-            return Judged(None, confidence, None)
+            return Judged(logits, confidence, None)
         if self.joint is not None and self.config.markov_type == "gated":
             gate = ops.linear(torch.cat((h, e), dim=1), self.joint, self.joint_bias)
             e = gate.sigmoid() * e
@@ -89,7 +101,7 @@ class MarkovHead:
             keep = keep.sigmoid()
             memory = keep * memory + (1 - keep) * new.tanh()
             e = out.tanh()
-        return Judged(ops.linear(e, self.out), confidence, memory)
+        return Judged(ops.linear_add(e, self.out, logits), confidence, memory)
 
 
 class DFlashHead(LayeredHead):

@@ -36,7 +36,7 @@ class Eagle3Config(HeadConfig):
     """The settings of an EAGLE-3 head. `overridden` replaces some of them with the recipe's.
 
     aux_ids: the ids of the target's layers that the config lists; None if it lists none.
-    counting: whether the head reads the input or the output of a layer that is listed.
+    counting: whether the head reads the input or the output of each listed layer.
     norm_before_residual: whether the first residual is the normed hidden state.
     norm_before_fc: whether one norm is applied to all features together.
     fc_norm: whether each layer's features have a norm of their own.
@@ -113,7 +113,7 @@ class Eagle3Config(HeadConfig):
         if self.aux_ids is not None:
             found = tuple(i + (self.counting == "outputs") for i in self.aux_ids)
         if sorted(set(found)) != list(found) or not 0 <= found[0] <= found[-1] < n:
-            told = f"no {self.ids_key}, so the usual three count"
+            told = f"no {self.ids_key}, so the default three are used"
             if self.aux_ids:
                 told = f"{self.ids_key}: {shown(list(self.aux_ids))}, {self.counting} of layers"
             raise SetupError(
@@ -182,7 +182,8 @@ def overridden(config: Config, keys: Eagle3Keys, num_target_layers: int) -> Conf
             raise UsageError(f"{told}: the head {config.name} reads {config.num_aux} hidden states")
         if layers[-1] > last:
             raise UsageError(
-                f"{told}: the target has {num_target_layers} layers, so hidden states 0 to {last}",
+                f"{told}: the target has {num_target_layers} layers, so hidden states 0 to {last} "
+                "exist",
                 "hidden state i is the input of layer i",
             )
         told = f"speculation.eagle3_layers: in place of the config's, which names {named}"
@@ -192,7 +193,7 @@ def overridden(config: Config, keys: Eagle3Keys, num_target_layers: int) -> Conf
         if ids is None:
             raise UsageError(
                 f"speculation.eagle3_counting: the config of the head {config.name} names no "
-                "layers that could be counted",
+                "layers to which it could apply",
                 "set speculation.eagle3_layers instead",
             )
         counting = keys.eagle3_counting
@@ -310,7 +311,7 @@ def _windows(settings: HeadSettings, layers: int) -> tuple[int, ...]:
     kinds = body.get("layer_types") or ["full_attention"] * layers
     if len(kinds) < layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise settings.bad("layer_types", kinds, f"it must name attention of {layers} layers")
-    # Layers of qwen3 have windows only if `use_sliding_window` is true as well.
+    # In qwen3, even `sliding_attention` layers have a window only if `use_sliding_window` is true.
     is_used = body.get("use_sliding_window", body["model_type"] != "qwen3")
     if "sliding_attention" not in kinds[:layers] or not is_used:
         return (0,) * layers

@@ -5,8 +5,8 @@ both normed. Later layers read only the hidden state, except in DeepSpec's heads
 both.
 
 An EAGLE-3 head runs over tokens as soon as they are accepted. A P-EAGLE head does not: the rows of
-accepted tokens wait for the next round, which has a single pass, over these rows and the rows of
-mask tokens after them.
+accepted tokens wait for the next round. That round runs a single pass, over these rows and the rows
+of mask tokens after them.
 
 Legend: T packed rows, B slots, W maximum number of waiting rows, H width of the head, F width of
 the features.
@@ -135,9 +135,9 @@ class WaitingHead(PagedHead):
     def keep(self, state: BatchState, features: torch.Tensor, last: torch.Tensor) -> None:
         """Store the rows of each slot's accepted tokens for the next pass, with fused features.
 
-        features: [B, Q, F], the target's features from position length - 1 on. last: int64 [B], the
-        index of the last row to store for each slot. Rows 0 to `last` are stored; none if `last` is
-        below 0.
+        features: [B, Q, F], the target's features, starting at position length - 1.
+        last: int64 [B], the index of the last row to store for each slot. Rows 0 to `last` are
+        stored; none if `last` is below 0.
         """
         count, width = features.shape[:2]
         rows = features.flatten(0, 1)

@@ -44,7 +44,7 @@ class Form(NamedTuple):
         return self._replace(number=self.number + index)
 
     def own(self, name: str, /) -> str | None:
-        """Return our name of a tensor in the file, or None if it belongs to another module."""
+        """Return our name for a tensor in the file, or None if it belongs to another module."""
         for stored, own in self.outer.items():
             if f"{name}.".startswith(f"{(prefix := stored.format(self.number))}."):
                 return own + name.removeprefix(prefix)
@@ -95,7 +95,7 @@ _MIMO = Form(
     mlp_layer_types="dense",
     reads_target=True,
 )
-_MIMO_COUNT = 3  # modules in the published files
+_MIMO_COUNT = 3  # number of modules in the published files
 
 
 # A module in its own folder, as speculators writes it.
@@ -187,7 +187,7 @@ def read_mtp_config(
             count = _count(form, names) if names else _MIMO_COUNT
     if type(count) is not int or count < 1:
         raise SetupError(
-            f"config.json of {name} promises no MTP modules: {key} {told}",
+            f"config.json of {name} declares no MTP modules: {key} {told}",
             "take another draft",
         )
     sizes = int(config.hidden_size), int(config.vocab_size)

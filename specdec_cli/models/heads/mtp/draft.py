@@ -183,8 +183,8 @@ class MtpDraft:
         """Return a variant of this draft for each setting on which SGLang and vLLM differ.
 
         They treat the embedding of the first row differently, and for glm4_moe they also feed back
-        different hidden states. Of MiMo's modules, vLLM runs only the first one, repeatedly. No
-        setting can express this for a chain, so the list is empty for MiMo.
+        different hidden states. vLLM runs only the first of MiMo's modules, repeatedly. No setting
+        can express this for a chain, so the list is empty for MiMo.
         """
         if self.config.form.reads_target:
             return []
@@ -236,11 +236,11 @@ class MtpDraft:
                 if tuple(tensor.shape) != shape:
                     raise SetupError(
                         f"{told} of {self.spec.name} has shape {list(tensor.shape)} in the "
-                        f"weights, and {list(shape)} by its config"
+                        f"weights, but its config requires {list(shape)}"
                     )
                 if not tensor.is_floating_point() or tensor.element_size() == 1:
                     raise SetupError(
-                        f"{told} of {self.spec.name} is {tensor.dtype}, which is quantised, and "
+                        f"{told} of {self.spec.name} is {tensor.dtype}, which is quantised, but "
                         "config.json does not say how"
                     )
                 found[name] = tensor.to(device, self.dtype).contiguous()
@@ -259,7 +259,7 @@ def describe_mtp(place: DraftPlace) -> MtpDraft:
     settings, is_dummy = target.module.config, spec.load_format == "dummy"
     if spec.name == target.spec.name:
         if is_gguf(folder := target.place):
-            raise SetupError(f"{spec.name} is a GGUF file, whose MTP modules are not read")
+            raise SetupError(f"{spec.name} is a GGUF file, from which MTP modules cannot be read")
         names = () if is_dummy else tensor_names(folder)
         config = read_mtp_config(spec.name, folder, settings, names, speculation)
         if config.reads_target and speculation.mtp_fed_back == "raw":
@@ -279,7 +279,7 @@ def describe_mtp(place: DraftPlace) -> MtpDraft:
         )
     num_layers = int(settings.num_hidden_layers)
     check_hidden_layers(target.module, (num_layers,))
-    # A round with few proposals does not use the later modules.
+    # Do not load more modules than a round has proposals: the others would not be used.
     count = min(config.count, speculation.num_speculative_tokens)
     bodies = tuple(_body(place, folder, names, config, index) for index in range(count))
     return MtpDraft(spec, config, bodies, num_layers)
@@ -313,7 +313,8 @@ def _body(
         isinstance(w, StoredParameter) for w in target.module.get_output_embeddings().parameters()
     ):
         raise UsageError(
-            f"target.weights: stored does not suit {spec.name}: its MTP modules read a plain head"
+            f"target.weights: stored does not suit {spec.name}: its MTP modules need an "
+            "unquantised output matrix"
         )
     weights = borrowed_weights(body.module, body.module, shared)
     saved = sum(map(held_bytes, {id(w): w for w in weights.values()}.values()))
