@@ -9,8 +9,7 @@ from specdec_cli.report.export import markdown
 
 _STALE = "stale: run `python scripts/docs/sweep_pages.py`"
 _SMOLLM2 = ("demo:smollm2-eagle3", *(f"smollm2-{n}" for n in ("mtp", "dspark", "dflash")), "ngram")
-_REAL = ("smollm2", "smollm2-sampled", "smollm2-cpu", "smollm2-cpu-sampled")
-_ARMS = dict.fromkeys(_REAL, _SMOLLM2)
+_ARMS = dict.fromkeys(("smollm2", "smollm2-sampled", "smollm2-cpu"), _SMOLLM2)
 _ARMS["demo-sweep"] = ("demo:draft", "demo:eagle3", "ngram")
 # Tables of the page that compares methods that one sweep gives.
 _TABLES = {
