@@ -172,7 +172,7 @@ def main() -> None:
         "categories-32": lambda: categories(greedy, 32),
         "positions": lambda: positions(greedy, sampled),
         "prices": lambda: priced(by_name["smollm2"].folder / "run"),
-        "cpu": lambda: best(points("smollm2-cpu"), {}),
+        "cpu": lambda: best(points("smollm2-cpu"), points("smollm2-cpu-sampled")),
         "categories-cpu": lambda: categories(points("smollm2-cpu"), 1),
         "demo": lambda: lengths(points("demo-methods")),
     }

@@ -14,6 +14,7 @@ smollm2 and smollm2-sampled ran on GPUs, the others on two CPU cores:
     specdec sweep-k smollm2-offline --chat (the same drafts and file) --k 2,4
       --sample stratified --limit 39 --batch-size 1,8,32 --max-new-tokens 64 --set run.repeats=1
       --set target.dtype=float32 --set draft.dtype=float32 --device cpu
+      (and --limit 32 --temperature 0.7)
     specdec sweep-k demo --draft demo:draft --draft demo:eagle3 --draft ngram --k 1-6 --limit 80
       --max-new-tokens 64 --set run.repeats=1
     specdec sweep-k demo --draft demo:eagle3 (and mtp, dspark, dflash, peagle, draft, ngram)
@@ -103,6 +104,7 @@ SWEEPS = (
     Sweep("smollm2"),
     Sweep("smollm2-sampled", formats=("md",)),
     Sweep("smollm2-cpu", formats=("html", "md")),
+    Sweep("smollm2-cpu-sampled", formats=("md",)),
     Sweep("demo-methods", formats=("md",)),
     Sweep("demo-sweep", "sweep.md"),
 )

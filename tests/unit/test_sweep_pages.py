@@ -9,7 +9,8 @@ from specdec_cli.report.export import markdown
 
 _STALE = "stale: run `python scripts/docs/sweep_pages.py`"
 _SMOLLM2 = ("demo:smollm2-eagle3", *(f"smollm2-{n}" for n in ("mtp", "dspark", "dflash")), "ngram")
-_ARMS = dict.fromkeys(("smollm2", "smollm2-sampled", "smollm2-cpu"), _SMOLLM2)
+_REAL = ("smollm2", "smollm2-sampled", "smollm2-cpu", "smollm2-cpu-sampled")
+_ARMS = dict.fromkeys(_REAL, _SMOLLM2)
 _ARMS["demo-sweep"] = ("demo:draft", "demo:eagle3", "ngram")
 # Tables of the page that compares methods that one sweep gives.
 _TABLES = {
@@ -21,11 +22,7 @@ _TABLES = {
     "demo-methods": {"demo": comparison.lengths},
 }
 _ARMS["demo-methods"] = ("demo:mtp", "demo:dspark", "demo:dflash", "demo:peagle", "ngram")
-_LARGE = {
-    "smollm2",
-    "smollm2-sampled",
-    "smollm2-cpu-sampled",
-}  # in 13 categories
+_LARGE = {"smollm2", "smollm2-sampled", "smollm2-cpu-sampled"}  # in 13 categories
 
 
 @pytest.mark.parametrize(
