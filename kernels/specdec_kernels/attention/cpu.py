@@ -23,7 +23,7 @@ from specdec_kernels.attention.call import AttentionCall, LayerCache, Side
 FEW_QUERIES = 16
 # The overhead of a call in each layer, expressed as a number of keys. All sequences of a call read
 # as many keys as its longest sequence has, so a call for similar lengths may be worth its overhead.
-_CALL = 128
+_KEYS_PER_CALL = 128
 # The maximum number of keys that a call copies, padding included. Larger copies do not fit into the
 # processor's cache, and the C library returns their memory to the system after each layer.
 _MOST_KEYS = 4096
@@ -123,13 +123,15 @@ class GatherPlan:
     def _batches(self, indices: list[int], view: View) -> list[list[int]]:
         """Split `indices` into consecutive batches, each of which is computed in one call. A
         sequence joins the batch before it unless the padding costs more than another call."""
-        batches, longest = list[list[int]](), 0
-        for b, end in ((b, self._ends(view)[b]) for b in indices):
-            keys = min(end, self.query_lens[b] + view.window) if view.window else end
+        batches, longest, ends = list[list[int]](), 0, self._ends(view)
+        for b in indices:
+            keys = ends[b]
+            if view.window:
+                keys = min(keys, self.query_lens[b] + view.window)
             count = len(batches[-1]) if batches else 0
             wide = max(longest, keys)
             padding = count * (wide - longest) + wide - keys
-            if count and padding <= _CALL and (count + 1) * wide <= _MOST_KEYS:
+            if count and padding <= _KEYS_PER_CALL and (count + 1) * wide <= _MOST_KEYS:
                 batches[-1].append(b)
                 longest = wide
             else:
