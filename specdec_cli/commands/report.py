@@ -124,7 +124,7 @@ def _report_runs(
     tables = (line for table in whole.tables for line in ("", *aligned(table)))
     runs = zip(whole.names, whole.runs, strict=True)
     told = [f"{name}: {one}" for name, run in runs for one in _in_short(warnings(run))]
-    _tell(document, [*(whole.answers or [whole.headline]), *tables], told, as_json=as_json)
+    _tell(document, [*whole.answers, *tables], told, as_json=as_json)
 
 
 def _in_short(notices: Sequence[Notice]) -> list[str]:

@@ -64,7 +64,7 @@ def _not_run(name: str, fitting: list[Fitting]) -> SetupError:
         return SetupError(told, "the config was edited, or is of a newer kind")
     runs = [choice.form.noun for choice in METHODS.values() if choice.form is not None]
     return SetupError(
-        f"{name} is {kinds[0]}, which is not built yet",
+        f"{name} is {kinds[0]}, which is not supported yet",
         f"models of transformers' families work as drafts, and so does {', '.join(runs)}",
     )
 

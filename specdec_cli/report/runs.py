@@ -19,7 +19,13 @@ from specdec_cli.experiment.served import in_text
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.sweep.gains import figures_of
 from specdec_cli.report.cells import Cell, Column, Table, rows_of, span, table_of
-from specdec_cli.report.findings import interval_in_words, setting_in_words, times, warnings
+from specdec_cli.report.findings import (
+    best_by_batch_size,
+    interval_in_words,
+    setting_in_words,
+    times,
+    warnings,
+)
 from specdec_cli.report.folder import ReportedRun, intact_records, read_folder
 
 # Identifies a prompt across runs: its token ids, and its index among the prompts with these ids.
@@ -106,8 +112,8 @@ class SideBySide:
     @property
     def answers(self) -> list[str]:
         """One sentence for each pair of runs at each batch size. It says which run is faster, or
-        that the runs have no prompt in common."""
-        found = []
+        that the runs have no prompt in common. Then one for each inconclusive verdict of a run."""
+        found = [] if self.pairs else ["No two runs have a point to compare."]
         for one, other, ratio in self.pairs:
             at = one.point.level_in_words
             names = f"{one.run} ({one.setting})", f"{other.run} ({other.setting})"
@@ -125,6 +131,13 @@ class SideBySide:
                 found.append(f"{' and '.join(names)} {told}.")
             else:
                 found.append(f"{names[0]} is {gain}{interval_in_words(ends)}.")
+        found += [
+            f"{name} does not show whether speculation helps at {best.at.level_in_words}: its "
+            "verdict is inconclusive."
+            for name, run in zip(self.names, self.runs, strict=True)
+            for best in best_by_batch_size(run)
+            if best.is_open
+        ]
         return found
 
     def as_dict(self) -> dict[str, Any]:
@@ -186,7 +199,7 @@ class SideBySide:
     @property
     def headline(self) -> str:
         """The first answer, which is about the fastest run."""
-        return self.answers[0] if self.answers else "No two runs have a point to compare."
+        return self.answers[0]
 
     @property
     def tables(self) -> list[Table]:

@@ -124,7 +124,7 @@ def test_a_server_that_wants_a_key(capsys: pytest.CaptureFixture[str], tmp_path:
     """It is not waited for: no server of the sweep would let us in."""
     started = tmp_path / "pids"
     wrong = {"key": "hush", "child": str(started)}
-    found = specdec(capsys, *words("sglang", "0,2", wrong, start_timeout_s=20))
+    found = specdec(capsys, *words("sglang", "0,2", wrong, start_timeout_s=120))
     assert found.code == 5 and "requires a key (HTTP 401)" in found.err
     assert "OPENAI_API_KEY" in found.err and "healthy" not in found.err
     assert len(pids(started)) == 2 and not [pid for pid in pids(started) if is_alive(pid)]

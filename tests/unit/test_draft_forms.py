@@ -498,7 +498,7 @@ def test_what_no_method_runs_is_refused_by_its_key(case: str, tmp_path: Path) ->
             error = caught.value
             assert error.code == ExitCode.ENVIRONMENT and "\n" not in error.message
             assert error.message.startswith(f"{tmp_path} is {noun} (")
-            assert seen in error.message and error.message.endswith("which is not built yet")
+            assert seen in error.message and error.message.endswith("which is not supported yet")
     plain = recipe_of(tmp_path, config, num_speculative_tokens=0)
     assert with_method(plain) == plain
 

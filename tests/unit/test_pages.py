@@ -66,3 +66,14 @@ def test_every_field_of_a_document_is_described(kind: type[Record]) -> None:
     told = set(re.findall(r"`([a-z0-9_]+)`", text))
     told |= {f"{name}_ci" for name in told if f"`{name}` and `_ci`" in text}
     assert set(kind.model_fields) - told == set()
+
+
+def test_every_kind_of_document_is_described() -> None:
+    files = (ROOT / "specdec_cli").rglob("*.py")
+    kinds = {
+        kind
+        for f in files
+        for kind in re.findall(r'"(specdec\.[a-z.-]+/\d+)"', f.read_text("utf-8"))
+    }
+    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    assert len(kinds) > 8 and [kind for kind in sorted(kinds) if f"`{kind}`" not in text] == []

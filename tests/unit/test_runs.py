@@ -98,6 +98,22 @@ def test_runs_without_a_common_prompt_are_shown_without_a_ratio(tmp_path: Path) 
     assert whole.headline.endswith("have no prompt in common at batch size 1.")
 
 
+def test_inconclusive_verdicts_are_said_beside_the_comparison(tmp_path: Path) -> None:
+    """The fastest point of such a run may be called "no speculation", which nothing has shown."""
+    sure, unsure = folder(tmp_path / "a", 1.0), folder(tmp_path / "b", 1.2)
+    summary = json.loads((unsure / "summary.json").read_text())
+    summary["best_by_batch_size"]["1"]["verdict"] = "inconclusive"
+    (unsure / "summary.json").write_text(json.dumps(summary))
+    first, *rest = side_by_side([sure, unsure]).answers
+    told = "b does not show whether speculation helps at batch size 1: its verdict is inconclusive."
+    assert first.startswith("a (k = 2") and rest == [told]
+    # Such a run alone has nothing to be compared with, and its verdict is said all the same.
+    (sure / "points.jsonl").write_text("")
+    (sure / "samples.jsonl").write_text("")
+    whole = side_by_side([sure, unsure])
+    assert whole.pairs == [] and whole.answers == [whole.headline, told]
+
+
 def test_the_command_prints_and_writes_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

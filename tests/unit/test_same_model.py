@@ -68,6 +68,16 @@ def test_random_weights_are_told_by_the_setting_that_made_them() -> None:
     assert settings_difference(there, now) == expected
 
 
+def test_another_device_is_said_before_other_weights() -> None:
+    """A server's models have fingerprints of their own."""
+    there, now = settings("t", "1"), settings("t", "2")
+    there["device"], now["device"] = "cpu", "vllm 0.25.1"
+    assert settings_difference(there, now) == Difference("device", "cpu", "vllm 0.25.1")
+    now["device"] = "cpu"
+    weights = Difference("target.model", "t", "t", same_name=True)
+    assert settings_difference(there, now) == weights
+
+
 def test_a_comparison_names_its_draft_once() -> None:
     there, now = (
         {"recipe": {"draft": {"model": name, "weights": "1"}}, "draft": name} for name in "ab"

@@ -316,9 +316,11 @@ def settings_difference(
 
     Two models with equal weight fingerprints are the same model, whatever their names. If a
     fingerprint is missing, the names are compared. Names of drafts are always compared, because
-    records are labelled with them.
+    records are labelled with them. On another device fingerprints may differ for another reason: a
+    server's models have fingerprints of their own.
     """
     there, now = copy.deepcopy(there), copy.deepcopy(now)
+    is_elsewhere = there.get("device") != now.get("device")
     for key, theirs, ours in _models(there, now):
         prints = theirs.pop("weights", None), ours.pop("weights", None)
         if None in prints or theirs.get("load_format") != ours.get("load_format"):
@@ -327,7 +329,7 @@ def settings_difference(
             ours["model"] = theirs["model"]
             if "file" in ours:
                 ours["file"] = theirs.get("file")
-        elif theirs["model"] == ours["model"]:
+        elif theirs["model"] == ours["model"] and not is_elsewhere:
             return Difference(f"{key}.model", theirs["model"], ours["model"], same_name=True)
 
     def is_later(found: tuple[str, Any, Any]) -> bool:
