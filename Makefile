@@ -53,8 +53,10 @@ pytest: setup $(FIRST)
 test-ranks: setup $(FIRST)
 	$(BIN)/python -m pytest -q -m "dist and not slow" tests/launch tests/dist tests/cli tests/server
 
+# Compiling the kernels takes most of the time, so many workers share it.
 test-gpu: setup
-	$(BIN)/python -m pytest -q -m gpu tests
+	$(BIN)/python -m pytest -q -n 12 -m "gpu and not dist" tests
+	$(BIN)/python -m pytest -q -m "gpu and dist" tests
 
 lint: setup
 	$(BIN)/ruff check .
