@@ -77,8 +77,8 @@ class Arrivals(Protocol):
     @property
     def is_over(self) -> bool: ...
 
-    def answered(self, index: int) -> None:
-        """Record that the request with this index has ended, possibly with an error."""
+    def answered(self, index: int, *, has_failed: bool = False) -> None:
+        """Record that the request with this index has ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,9 +144,10 @@ class MeasuringLoop:
 def sample_of(
     key: Key, category: str | None, runs: Sequence[Finished], limit: int, peak_memory_bytes: int
 ) -> Sample:
-    """Make the sample of one prompt at one point from its answers in all repeats."""
-    first = runs[0]
-    if any(other.token_ids != first.token_ids for other in runs):
+    """Make the sample of one prompt at one point from its answers in all repeats. If one of them
+    failed, the sample has its error."""
+    first = next((run for run in runs if run.error is not None), runs[0])
+    if first.error is None and any(other.token_ids != first.token_ids for other in runs):
         _log.warning("prompt %d at k = %d: repeats wrote different tokens", first.index, key.k)
     stages = dict.fromkeys(stage for run in runs for stage in run.stage_ms)
     experts = [s.distinct_experts for s in runs if s.distinct_experts is not None]
@@ -178,13 +179,13 @@ def sample_of(
             distinct_experts=experts if are_counted else None,
             ttft_parts_ms={n: [p[n] for p in parts] for n in parts[0]} if parts else None,
         ),
-        **(_served_fields(of_server) if of_server else {}),
+        **(_served_fields(first.served, of_server) if first.served is not None else {}),
     )
 
 
-def _served_fields(runs: Sequence[Served]) -> dict[str, Any]:
-    """Compute the sample fields that exist only for servers, from the answers in all repeats."""
-    first = runs[0]
+def _served_fields(first: Served, runs: Sequence[Served]) -> dict[str, Any]:
+    """Compute the sample fields that exist only for servers, from the answers in all repeats.
+    first: the answer that the sample's tokens are from."""
     return {
         "engine": first.engine,
         "num_retries": sum(run.num_retries for run in runs),

@@ -104,14 +104,15 @@ def _tells_rounds(sample: Sample) -> bool:
 
 def in_text(samples: Iterable[Sample]) -> InText | None:
     """Compute the acceptance within texts, as the native engine counts it. Return None if the
-    rounds of a text are unknown, or if no round has proposals.
+    rounds of a text or their places are unknown, or if no round has proposals.
 
     The native engine never proposes the last allowed token of a text, and does not count proposals
     past the end of a text. A server may include both, so its rounds are truncated accordingly.
     """
     drafts = accepted = 0
     for sample in samples:
-        if not sample.accepted_per_round and sample.decoded_tokens:
+        has_skipped = sample.num_rounds > sample.num_drafts
+        if has_skipped or (not sample.accepted_per_round and sample.decoded_tokens):
             return None
         at, most = sample.num_tokens_from_prefill, sample.max_output_tokens
         for count in sample.accepted_per_round:
@@ -137,7 +138,7 @@ def served_metrics(done: Sequence[Sample], key: Key) -> Metrics:
     rounds = sum(s.usual_mean(s.round_share) for s in done)
     tokens = sum(s.num_output_tokens for s in done)
     acceptance = acceptance_in(done, key.k)
-    are_known = key.k == 0 or all(s.num_drafts or not s.decoded_tokens for s in done)
+    are_known = key.k == 0 or all(s.num_rounds or not s.decoded_tokens for s in done)
     sequence_rounds = sum(s.num_rounds for s in done)
     decoded = sum(s.decoded_tokens for s in done)
     return Metrics(

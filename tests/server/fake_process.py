@@ -31,7 +31,7 @@ def main() -> None:
         "sglang": [
             *("--model-path", "--tp-size", "--speculative-algorithm", "--speculative-num-steps"),
             *("--speculative-eagle-topk", "--speculative-num-draft-tokens"),
-            "--speculative-draft-model-path",
+            *("--speculative-draft-model-path", "--max-running-requests"),
         ],
     }[kind]
     for name in known:

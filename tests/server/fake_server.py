@@ -41,7 +41,8 @@ class Faults:
     before each prompt. most: tokens of a text, whatever is asked for. other_text: whether the last
     token is another. hits: prefix cache hits. no_ids: texts alone. no_done, no_reason: streams that
     end without `[DONE]`, or without a finish reason. end: vLLM's finish reason of an abort. split:
-    each round comes in two chunks. ids: in place of each chunk's token ids.
+    each round comes in two chunks. ids: in place of each chunk's token ids. refuse: numbers of the
+    requests that are refused. bos_of: `bos` is put before prompts of so many tokens alone.
     """
 
     statuses: list[tuple[int, dict[str, str]]] = field(default_factory=list)
@@ -68,6 +69,8 @@ class Faults:
     no_reason: int = 0
     split: bool = False
     ids: list[Any] | None = None
+    refuse: frozenset[int] = frozenset()
+    bos_of: int | None = None
 
 
 @dataclass
@@ -83,6 +86,7 @@ class FakeServer:
     models: tuple[str, ...] = ("demo",)
     key: str | None = None
     algorithm: str = "STANDALONE"
+    topk: int = 1
     slots: int | None = None
     round_s: float = ROUND_S
     crowd: float = 0.0
@@ -123,15 +127,24 @@ class FakeServer:
         return web.json_response(
             {
                 "speculative_algorithm": self.algorithm if self.k else None,
-                # A drafter of blocks takes one step.
-                "speculative_num_steps": 1 if self.algorithm == "DFLASH" else self.k or None,
-                "speculative_num_draft_tokens": self.k + 1 if self.k else None,
-                "speculative_eagle_topk": 1 if self.k else None,
+                "speculative_num_steps": self._steps(),
+                "speculative_num_draft_tokens": self._drafted() + 1 if self.k else None,
+                "speculative_eagle_topk": self.topk if self.k else None,
                 "incremental_streaming_output": self.incremental,
                 "version": self.version,
                 "internal_states": [{"avg_spec_accept_length": 99.0}],
             }
         )
+
+    def _drafted(self) -> int:
+        """Proposals of a round; n-gram lookup proposes k, whatever its tree looks like."""
+        return self.k * (1 if self.algorithm == "NGRAM" else self.topk)
+
+    def _steps(self) -> int | None:
+        """A drafter of blocks takes one step. For n-grams SGLang divides tokens by breadth."""
+        if self.algorithm == "NGRAM":
+            return (self.k + 1) // self.topk
+        return 1 if self.algorithm == "DFLASH" else self.k or None
 
     async def _version(self, _: web.Request) -> web.Response:
         if self.dialect != "vllm":
@@ -193,6 +206,8 @@ class FakeServer:
         self._authorised(request)
         arrived, body = time.perf_counter(), await request.json()
         self.asked += 1
+        if self.asked in self.faults.refuse:
+            return web.json_response({"error": {"message": "planted"}}, status=400)
         if self.faults.statuses:
             status, headers = self.faults.statuses.pop(0)
             words = {"error": {"message": f"planted {status}"}}
@@ -204,7 +219,8 @@ class FakeServer:
             sent, params = list(body["prompt"]), body
             most, salt = body["max_tokens"], body.get("cache_salt")
         most = min(most, self.faults.most or most)
-        prompt = [1] * self.faults.bos + sent
+        of = self.faults.bos_of
+        prompt = ([1] * self.faults.bos if of in (None, len(sent)) else []) + sent
         tokens, is_eos = self.truth(sent, most, ignore_eos=params.get("ignore_eos", False))
         if self.faults.other_text:
             tokens = [*tokens[:-1], tokens[-1] + 1]
@@ -344,7 +360,7 @@ class FakeServer:
             return {
                 "spec_verify_ct": rounds,
                 "spec_num_correct_drafts": accepted,
-                "spec_num_proposed_drafts": rounds * self.k,
+                "spec_num_proposed_drafts": rounds * self._drafted(),
                 "spec_correct_drafts_histogram": histogram,
                 "spec_accept_length": len(done.tokens) / max(1, rounds),
             }

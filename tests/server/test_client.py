@@ -12,13 +12,17 @@ import pytest
 
 from specdec_cli.backends.base import Finished
 from specdec_cli.backends.server import times
-from specdec_cli.backends.server.answers import chunks_tell
-from specdec_cli.backends.server.client import Limits
+from specdec_cli.backends.server.answers import Rounds, chunks_tell, finished
+from specdec_cli.backends.server.client import Answer, Limits
 from specdec_cli.backends.server.detect import look_at
-from specdec_cli.backends.server.dialects import ServerFacts
+from specdec_cli.backends.server.dialects import Reading, ServerFacts
 from specdec_cli.backends.server.process import HOST, free_port
 from specdec_cli.backends.server.session import Line, ServerSession
+from specdec_cli.core.figures import Metrics
 from specdec_cli.core.types import Request, SamplingParams
+from specdec_cli.experiment.folders.records import Key, Sample
+from specdec_cli.experiment.measure import sample_of
+from specdec_cli.experiment.served import served_metrics
 from tests.server.fake_server import FakeServer, Faults, running
 
 PARAMS = SamplingParams(max_new_tokens=12)
@@ -33,13 +37,15 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def session_of(server: FakeServer, batch: int = 1, timeout_s: float = 5.0) -> Iterator[Any]:
+def session_of(
+    server: FakeServer, batch: int = 1, timeout_s: float = 5.0, context: int = 512
+) -> Iterator[Any]:
     line = Line()
     with running(server):
         try:
             facts = line.run(lambda http: look_at(http, server.url, None, 1.0))
             k = server.k if facts.k is None else facts.k
-            session = ServerSession({k: facts}, batch, 512, Limits(timeout_s, 2), False, line)
+            session = ServerSession({k: facts}, batch, context, Limits(timeout_s, 2), False, line)
 
             def ask(count: int = 3, params: SamplingParams = PARAMS) -> list[Finished]:
                 found: list[Finished] = []
@@ -274,6 +280,87 @@ def test_pieces_comments_and_line_ends_change_nothing(dialect: str) -> None:
     assert source(answers) == ("chunks" if dialect == "vllm" else "per_request")
 
 
+FACTS = ServerFacts("http://h", "vllm", "0.29", 3, None, "demo")
+
+
+def answered(sizes: list[int], rounds: Rounds, *, may_skip: bool = False) -> Sample:
+    """The sample of an answer whose chunks come every 10 ms."""
+    ids = list(range(sum(sizes)))
+    reading = Reading(token_ids=ids, finish_reason="length")
+    chunks = [(0.01 * place, size) for place, size in enumerate(sizes)]
+    answer = Answer(Request(0, (1, 2)), 0.0, reading=reading, chunks=chunks)
+    span = chunks[-1][0]
+    made = finished(
+        *(answer, FACTS, 3, "per_request", rounds, (span, span), 512), may_skip=may_skip
+    )
+    key = Key(draft="d", k=3, batch_size=1)
+    return sample_of(key, None, [made], 512, 0)
+
+
+def metrics(sample: Sample) -> Metrics:
+    return served_metrics([sample], Key(draft="d", k=3, batch_size=1))
+
+
+def test_rounds_without_proposals_count() -> None:
+    """Servers report the rounds that proposed alone, 5 of these 85."""
+    sizes = [1] * 41 + [4] * 5 + [1] * 40
+    for rounds in (Rounds(([3] * 5, [3] * 5)), Rounds(histogram=[0, 0, 0, 5])):
+        found = metrics(answered(sizes, rounds, may_skip=True))
+        assert found.tokens_per_round == pytest.approx(100 / 85)
+        assert found.round_ms == pytest.approx(10) and found.num_rounds_without_proposal == 80
+        assert found.mean_acceptance_length == 4 and found.in_text is None, "places are unknown"
+    none = metrics(answered([1] * 11, Rounds(([], [])), may_skip=True))
+    assert (none.tokens_per_round, none.round_ms) == (1, pytest.approx(10))
+    assert metrics(answered(sizes, Rounds(), may_skip=True)).tokens_per_round is None
+
+
+def test_rounds_in_the_first_chunk_took_none_of_the_time() -> None:
+    """A slow reader gets the prefill's token and the first round, of four tokens, at once."""
+    sizes = [5, 1, 1, 4]
+    sample = answered(sizes, Rounds(([3, 0, 0, 3], [3] * 4)))
+    assert (sample.accepted_per_round, sample.num_tokens_from_prefill) == ([0, 0, 3], 5)
+    found = metrics(sample)
+    assert (found.round_ms, found.tokens_per_round) == (pytest.approx(10), 2)
+    assert found.in_text is not None
+    assert (found.in_text.num_drafts, found.in_text.num_accepted_tokens) == (3, 3)
+    # Where the order is unknown, six of the ten tokens after the prefill's took the time.
+    sample = answered(sizes, Rounds(histogram=[2, 0, 0, 2]))
+    assert sample.round_share == pytest.approx([0.6 * 4])
+
+
+def test_proposals_of_a_tree_are_not_a_chain_s() -> None:
+    server = FakeServer("sglang", k=3, topk=5)
+    with session_of(server, 2) as ask:
+        answers = ask(4)
+    assert not remarks(answers) and source(answers) == "per_request"
+    truth = {tuple(w.prompt): w.rounds for w in server.written}
+    for answer in answers:
+        assert answer.accepted_per_round == truth[tuple(answer.prompt_token_ids)]
+
+
+@pytest.mark.parametrize("topk", [1, 10])
+@pytest.mark.parametrize("k", [1, 3, 9, 12])
+def test_k_of_sglang_s_n_grams(k: int, topk: int) -> None:
+    """Their steps are the tokens divided by the breadth."""
+    server, line = FakeServer("sglang", k=k, algorithm="NGRAM", topk=topk), Line()
+    with running(server):
+        assert line.run(lambda http: look_at(http, server.url, None, 1.0)).k == k
+    line.close()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_no_more_is_asked_for_than_the_context_holds(dialect: str) -> None:
+    """Servers refuse a request that could exceed it. SGLang's EAGLE keeps k + 1 tokens of it."""
+    server = FakeServer(dialect, k=3)
+    with session_of(server, context=16) as ask:
+        answers = ask(2)
+    asked = [w.body if dialect == "vllm" else w.body["sampling_params"] for w in server.written]
+    name = "max_tokens" if dialect == "vllm" else "max_new_tokens"
+    most = [11, 10] if dialect == "vllm" else [7, 6]
+    assert [one[name] for one in asked] == [a.max_output_tokens for a in answers] == most
+    assert not remarks(answers)
+
+
 @pytest.mark.parametrize("merge", [2, 3])
 def test_merged_chunks_tell_no_rounds(merge: int) -> None:
     server = FakeServer(faults=Faults(merge=merge))
@@ -379,6 +466,11 @@ def test_a_changed_prompt_is_an_error(dialect: str) -> None:
         (answer,) = ask(1)
     assert answer.error == "the server changed the prompt (sent 5 tokens, it read 6)"
     assert server.asked == 1
+    server = FakeServer(dialect, faults=Faults(bos=1, bos_of=6))  # one of four
+    with session_of(server) as ask:
+        answers = ask(4)
+    assert [a.error is None for a in answers] == [True, False, True, True]
+    assert not remarks(answers), "its tokens are not another client's"
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -173,6 +173,22 @@ def test_failures_count_and_waiting_at_the_client_does(
     assert load["slo_attainment"] == pytest.approx(1 - load["num_failed"] / 12)
 
 
+def test_a_server_that_refuses_most_requests_is_not_the_best(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is fast since it does little, and its refusals are no answers."""
+    refuse = frozenset(n for n in range(2, 400) if n % 4)
+    plain = FakeServer(k=0, round_s=0.004)
+    shy = FakeServer(k=3, round_s=0.004, faults=Faults(refuse=refuse))
+    with running(plain, shy):
+        words = (*urls(plain, shy), "--request-rate", 40, "--set", "run.repeats=12")
+        found = swept(capsys, *words, code=3)
+    load = point(found, 3, 40.0)["load"]
+    assert load["num_failed"] > 30 and load["achieved_rate"] < 0.4 * load["offered_rate"]
+    best = found["best_by_request_rate"]["40"]
+    assert best["k"] == 0, best
+
+
 def test_a_crowded_server_loses_by_speculation(capsys: pytest.CaptureFixture[str]) -> None:
     """With speculation, rounds take longer for each request beside them."""
     plain, fast = FakeServer(k=0, round_s=0.015), FakeServer(k=3, round_s=0.015, crowd=1.5)

@@ -321,6 +321,23 @@ def test_what_fails_is_a_sample_and_the_point_stays(
     assert p["engine"] == {"kind": "vllm", "version": "0.25.1", "acceptance_source": None}
 
 
+def test_a_repeat_that_fails_is_the_prompt_s_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Its time of 0 s would make the others outliers. Request 1 is the warm-up's."""
+    with running(server := FakeServer(k=3, faults=Faults(refuse=frozenset({3})))):
+        found = swept(
+            capsys, *urls(server), "--set", "run.repeats=3", "--limit", 3, "-o", tmp_path, code=3
+        )
+        (failed,) = [s for s in samples(tmp_path) if s["finish_reason"] == "error"]
+        assert "planted" in failed["error"] and failed["index"] == 0
+        assert point(found, 3)["metrics"]["num_prompts"] == 2
+        asked = server.asked
+        words = ("--set", "run.repeats=3", "--limit", 3, "-o", tmp_path, "--resume")
+        again = swept(capsys, *urls(server), *words)
+    assert server.asked == asked + 3 + 1 and point(again, 3)["metrics"]["num_prompts"] == 3
+
+
 def test_kill_9_and_resume_ask_for_nothing_twice(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

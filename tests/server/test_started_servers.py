@@ -199,9 +199,9 @@ def test_refused(capsys: pytest.CaptureFixture[str]) -> None:
         assert told.code == 2 and "engine.kind" in told.err, command
 
 
-def commanded(kind: str, k: int, *sets: str) -> list[str]:
+def commanded(kind: str, k: int, *sets: str, batch_size: int = 1) -> list[str]:
     recipe = load_recipe("demo", dict(word.split("=", 1) for word in sets))
-    return command_of(kind, recipe, k, Permissions()).words("MODEL", "H", 8, k)
+    return command_of(kind, recipe, k, Permissions(), batch_size).words("MODEL", "H", 8, k)
 
 
 def value(words: list[str], flag: str) -> str:
@@ -223,6 +223,12 @@ def test_commands() -> None:
     assert value(sglang, "--speculative-algorithm") == "STANDALONE"
     assert value(sglang, "--speculative-num-draft-tokens") == "4"
     assert value(sglang, "--speculative-eagle-topk") == "1"
+    for k, size, most in ((0, 64, "64"), (3, 64, "64"), (0, 0, "256"), (3, 0, "256")):
+        limited = commanded("sglang", k, batch_size=size)
+        assert value(limited, "--max-running-requests") == most, "the same at every k"
+    ngram = commanded("sglang", 3, "speculation.method=ngram")
+    assert value(ngram, "--speculative-num-draft-tokens") == "4"
+    assert value(ngram, "--speculative-ngram-max-bfs-breadth") == "1", "a chain"
     for kind in ("vllm", "sglang"):
         assert "--kv-cache-dtype" not in commanded(kind, 3)
         assert value(commanded(kind, 3, "cache.dtype=fp8"), "--kv-cache-dtype") == "fp8_e4m3"
@@ -251,7 +257,7 @@ def test_shapes_without_a_tokenizer() -> None:
     rates = recipe.speculation.synthetic_acceptance_rates
     assert rates is not None
     for kind in ("vllm", "sglang"):
-        command = command_of(kind, recipe, 3, Permissions())
+        command = command_of(kind, recipe, 3, Permissions(), 1)
         found = command.words("M", "H", 8, 3)
         assert "--skip-tokenizer-init" in found and value(found, "--load-format") == "dummy"
         with_one = commanded(kind, 3, "target.load_format=dummy")
@@ -262,9 +268,9 @@ def test_shapes_without_a_tokenizer() -> None:
         else:
             assert float(command.env["SGLANG_SIMULATE_ACC_LEN"]) == pytest.approx(2.952)
             assert value(found, "--speculative-draft-load-format") == "dummy"
-            assert not command_of(kind, recipe, 0, Permissions()).env
+            assert not command_of(kind, recipe, 0, Permissions(), 1).env
     with pytest.raises(UsageError, match="8 are given, but --k goes up to 9"):
-        command_of("vllm", recipe, 9, Permissions())
+        command_of("vllm", recipe, 9, Permissions(), 1)
 
 
 def test_a_mean_length_belongs_to_the_recipe_s_k() -> None:
@@ -277,13 +283,13 @@ def test_a_mean_length_belongs_to_the_recipe_s_k() -> None:
     recipe = load_recipe("demo", sets)
     config = json.loads(
         value(
-            command_of("vllm", recipe, 2, Permissions()).words("M", "H", 8, 2),
+            command_of("vllm", recipe, 2, Permissions(), 1).words("M", "H", 8, 2),
             "--speculative-config",
         )
     )
     assert config["synthetic_acceptance_rates"] == pytest.approx([0.5, 0.25])
     assert "synthetic_acceptance_length" not in config
-    env = command_of("sglang", recipe, 2, Permissions()).env
+    env = command_of("sglang", recipe, 2, Permissions(), 1).env
     assert float(env["SGLANG_SIMULATE_ACC_LEN"]) == pytest.approx(1.75)
 
 
@@ -296,6 +302,28 @@ def test_launch_words_are_replaced_and_nothing_else() -> None:
     assert command.without(["--z"]) is None and command.without(["--x"]) is not None
 
 
+def test_a_draft_s_revision_is_named() -> None:
+    draft = ("draft.model=org/draft", "draft.revision=v1")
+    assert value(commanded("sglang", 2, *draft), "--speculative-draft-model-revision") == "v1"
+    assert (
+        json.loads(value(commanded("vllm", 2, *draft), "--speculative-config"))["revision"] == "v1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [("sampling.suppress_tokens", "[5, 6]"), ("speculation.length.policy", "adaptive")],
+)
+def test_keys_that_reach_no_server_start_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, key: str, given: str
+) -> None:
+    for kind in ("vllm", "sglang"):
+        started = words(kind, "0,2", {"child": str(tmp_path / "pids")})
+        found = specdec(capsys, *started, "--set", f"{key}={given}")
+        assert found.code == 2 and key in found.err and kind in found.err
+    assert not (tmp_path / "pids").exists()
+
+
 def test_methods_that_a_server_has_not() -> None:
     for name in ("peagle", "pard"):
         with pytest.raises(UsageError, match=f"SGLang has no method {name}: it cannot run k = 2"):
@@ -303,13 +331,13 @@ def test_methods_that_a_server_has_not() -> None:
     recipe = load_recipe("demo", {"speculation.method": "none"})
     for kind in ("vllm", "sglang"):
         with pytest.raises(UsageError, match="no method none"):
-            command_of(kind, recipe, 2, Permissions())
+            command_of(kind, recipe, 2, Permissions(), 1)
     unknown = [name for name, method in METHODS.items() if method.to_sglang is None]
     assert "pard" in unknown
     for name in unknown:
         recipe = load_recipe("demo", {"speculation.method": name})
         with pytest.raises(UsageError, match=f"SGLang has no method {name}"):
-            command_of("sglang", recipe, 2, Permissions())
+            command_of("sglang", recipe, 2, Permissions(), 1)
 
 
 def test_a_rule_that_sglang_has_not_starts_nothing(

@@ -34,6 +34,27 @@ class Rounds:
     def count(self) -> int:
         return len(self.order[0]) if self.order else sum(self.histogram or ())
 
+    @property
+    def num_tokens(self) -> int | None:
+        """The number of tokens that these rounds decided; None if the rounds are unknown. The last
+        round may have decided tokens past the end of the text."""
+        if self.order is not None:
+            return sum(self.order[0]) + self.count
+        if self.histogram is not None:
+            return sum((place + 1) * count for place, count in enumerate(self.histogram))
+        return None
+
+    def after(self, num_tokens: int) -> "Rounds":
+        """Return the rounds without those that decided the first `num_tokens` tokens; rounds of
+        unknown order stay."""
+        if self.order is None:
+            return self
+        left, place = num_tokens, 0
+        while left > 0 and place < self.count:
+            left -= self.order[0][place] + 1
+            place += 1
+        return Rounds((self.order[0][place:], self.order[1][place:]))
+
 
 def is_sound(found: Details, k: int, tokens_after_first: int, *, may_skip: bool) -> bool:
     """Return True if a server's report on rounds is consistent with itself and with the length of
@@ -191,8 +212,13 @@ def finished(
     rounds: Rounds,
     times: tuple[float, float],
     most: int,
+    *,
+    may_skip: bool,
 ) -> Finished:
     """Convert the outcome of one request to a `Finished` answer.
+
+    Rounds whose tokens came in the first chunk, together with the prefill's token, took no part of
+    the time that is measured, so they are left out where the order of the rounds is known.
 
     k: the run's proposal length. At k = 0, each token after the first chunk counts as one round.
     source: the source of the rounds, from `all_rounds`; None if the rounds are unknown.
@@ -200,6 +226,8 @@ def finished(
     times: the request's share of the decoding time, and its share of the whole time from sending to
         the last token, in seconds.
     most: the number of tokens at which the answer would have been cut off.
+    may_skip: whether rounds may have proposed nothing. Servers do not count such rounds. Each of
+        them wrote one token.
     """
     reading, request = answer.reading, answer.request
     served = Served(
@@ -225,8 +253,14 @@ def finished(
     first = answer.chunks[0][0] if answer.chunks else None
     last = answer.chunks[-1][0] if answer.chunks else None
     after, decode = tokens - in_first, times[0]
-    without = after if k == 0 else 0
-    num_rounds = without if k == 0 else rounds.count
+    without, is_timed = after if k == 0 else 0, 1.0
+    if may_skip and k and (decided := rounds.num_tokens) is not None:
+        without = max(0, tokens - 1 - decided)
+    elif rounds.order is not None:
+        rounds = rounds.after(in_first - 1)
+    if k and (may_skip or rounds.histogram is not None) and tokens > 1:
+        is_timed = after / (tokens - 1)  # the share of rounds that came after the first chunk
+    num_rounds = is_timed * (without + rounds.count)
     span = last - first if first is not None and last is not None else 0.0
     remarks = []
     if reading.token_ids and reading.usage not in (None, len(reading.token_ids)):

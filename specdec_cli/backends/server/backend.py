@@ -57,6 +57,7 @@ class ServerBackend:
         self.started: list[ServerFacts] = []
         self.notices: list[Notice] = []
         self._permissions = Permissions()
+        self._batch_size = 0  # the largest of the run
         self._process: Process | None = None
         self._unknown: list[str] = []  # flags unknown to this version of the server
 
@@ -87,7 +88,7 @@ class ServerBackend:
         told: called with each progress message.
         """
         recipe, engine = plan.recipe, plan.recipe.engine
-        command = command_of(engine.kind, recipe, k, self._permissions)
+        command = command_of(engine.kind, recipe, k, self._permissions, self._batch_size)
         command = command.without(self._unknown) or command
         name = f"{engine.kind}-{plan.proposer}-k{k}" if k else f"{engine.kind}-k0"
         log = self.logs / f"{re.sub('[^A-Za-z0-9.-]+', '_', name)}.log"
@@ -162,7 +163,7 @@ class ServerBackend:
 
         recipe, target = with_sampling(recipe), recipe.target
         for facts in self.servers.values():
-            _refuse_unsent(facts, recipe)
+            _refuse_unsent(recipe, facts.kind, f"the server at {facts.url} ({facts.kind})")
         place = model_place(target.model, target.revision, target.file, weights=False)
         config: Mapping[str, Any] = config_file(target.model, place)
         inner = config.get("text_config")
@@ -173,8 +174,11 @@ class ServerBackend:
         kinds: set[str] = {facts.kind for facts in self.servers.values()}
         serves, dtype, random = recipe.engine.kind != "native" and not self.servers, "unknown", []
         if serves:
-            self._permissions, kinds = permissions, {recipe.engine.kind}
-            command_of(recipe.engine.kind, recipe, largest[0] if largest else 0, permissions)
+            kind, self._permissions = recipe.engine.kind, permissions
+            k, self._batch_size = largest or (0, recipe.run.batch_size)
+            kinds = {kind}
+            _refuse_unsent(recipe, kind, kind)
+            command_of(kind, recipe, k, permissions, self._batch_size)
             dtype = "unknown" if target.dtype == "auto" else target.dtype
             roles = {"target": target, "draft": recipe.draft}
             random = [n for n, m in roles.items() if m is not None and m.load_format == "dummy"]
@@ -252,15 +256,21 @@ class ServerBackend:
         """Do nothing, because only the server holds memory."""
 
 
-def _refuse_unsent(facts: ServerFacts, recipe: Recipe) -> None:
-    """Raise `UsageError` if the recipe sets a sampling option that the server does not support."""
+def _refuse_unsent(recipe: Recipe, kind: str, server: str) -> None:
+    """Raise `UsageError` if the recipe sets a sampling option or a length policy that servers of
+    this kind do not support. server: the name of the server for error messages."""
+    if (policy := recipe.speculation.length.policy) != "fixed":
+        raise UsageError(
+            f"speculation.length.policy: {server} has no policy {policy}",
+            "leave speculation.length out: each server proposes its own k",
+        )
     unsent = ["suppress_tokens"]
-    if facts.kind == "openai":
+    if kind == "openai":
         unsent += ["top_k", "repetition_penalty", "min_new_tokens", "ignore_eos"]
     fields = type(recipe.sampling).model_fields
     for name in unsent:
         if getattr(recipe.sampling, name) != fields[name].default:
             raise UsageError(
-                f"sampling.{name}: the server at {facts.url} ({facts.kind}) does not accept it",
+                f"sampling.{name}: {server} does not accept it",
                 f"leave sampling.{name} out",
             )

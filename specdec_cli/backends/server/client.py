@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -130,6 +130,7 @@ def new_session() -> aiohttp.ClientSession:
 class Client:
     """Sends requests to one server.
 
+    context: the largest number of tokens of a prompt and its answer.
     most: the largest number of concurrent requests; None for no limit.
     """
 
@@ -138,6 +139,7 @@ class Client:
     facts: ServerFacts
     params: SamplingParams
     limits: Limits
+    context: int
     most: int | None
 
     async def ask_all(self, requests: Sequence[Request]) -> list[Answer]:
@@ -168,7 +170,7 @@ class Client:
         async def ask(answer: Answer) -> None:
             answers.append(answer)
             await self._ask(answer)
-            arrivals.answered(answer.request.index)
+            arrivals.answered(answer.request.index, has_failed=answer.error is not None)
             if arrivals.is_over:
                 sender.cancel()
 
@@ -194,6 +196,11 @@ class Client:
             sender = group.create_task(send(group))
         return answers
 
+    def most_new(self, request: Request) -> int:
+        """Return the largest number of tokens of an answer. Servers refuse a request that could
+        exceed the context."""
+        return min(self.params.max_new_tokens, self.context - len(request.token_ids))
+
     async def _ask(self, answer: Answer) -> None:
         """Send the request. Retry it after temporary failures, at most `limits.retries` times, but
         not after a timeout or a refusal. Records the result or the error in `answer`."""
@@ -205,6 +212,8 @@ class Client:
                 async with asyncio.timeout(limits.timeout_s):
                     await self._attempt(answer)
                 answer.error = _changed_prompt(answer)
+                if answer.error is not None:
+                    answer.lost_tokens += most_new
                 return
             except TimeoutError:
                 answer.error = f"no answer within {limits.timeout_s:g} s (engine.request_timeout_s)"
@@ -222,9 +231,8 @@ class Client:
             return
 
     async def _attempt(self, answer: Answer) -> None:
-        path, body = self.dialect.body(
-            self.facts, answer.request, self.params, secrets.token_hex(8)
-        )
+        params = replace(self.params, max_new_tokens=self.most_new(answer.request))
+        path, body = self.dialect.body(self.facts, answer.request, params, secrets.token_hex(8))
         url = self.facts.url + path
         async with self.http.post(url, json=body, allow_redirects=False) as response:
             if response.status != 200:

@@ -84,6 +84,7 @@ async def look_at(
             version=info.get("version"),
             k=_sglang_k(info),
             method=info["speculative_algorithm"],
+            is_tree=_topk(info) not in (None, 1),
             incremental=bool(info.get("incremental_streaming_output")),
         )
     counters = await scrape(http, url)
@@ -99,14 +100,21 @@ def _sglang_k(info: Mapping[str, Any]) -> int:
     """Return the number of proposals per round of an SGLang server. SGLang's number of draft tokens
     includes one token that the target has already chosen. So for a chain of draft tokens, k is that
     number minus 1. For a draft tree, k is its depth, the number of steps."""
-    if info["speculative_algorithm"] is None:
+    algorithm = info["speculative_algorithm"]
+    if algorithm is None:
         return 0
     steps, tokens = (info.get(f"speculative_num_{name}") for name in ("steps", "draft_tokens"))
-    if steps is not None and (tokens is None or info.get("speculative_eagle_topk") != 1):
+    # The steps of n-gram lookup are its tokens divided by the breadth of its tree, not its depth.
+    if algorithm != "NGRAM" and steps is not None and (tokens is None or _topk(info) != 1):
         return int(steps)
     # For chains, the number of steps cannot be used: drafters that propose a whole block at once
-    # report one step, and n-gram lookup reports none.
+    # report one step.
     return max(0, int(tokens or 1) - 1)
+
+
+def _topk(info: Mapping[str, Any]) -> Any:
+    """Return how many tokens an SGLang server proposes after each token of its draft tree."""
+    return info.get("speculative_eagle_topk")
 
 
 def _chosen(

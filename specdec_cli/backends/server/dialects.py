@@ -35,6 +35,7 @@ class ServerFacts:
 
     k: the proposal length; None if the server does not report it.
     model: the model's name in requests.
+    is_tree: whether SGLang proposes a tree of tokens instead of a chain.
     incremental: whether SGLang's chunks hold only new tokens, not all tokens so far.
     """
 
@@ -45,6 +46,7 @@ class ServerFacts:
     method: str | None
     model: str
     max_model_len: int | None = None
+    is_tree: bool = False
     incremental: bool = False
 
 

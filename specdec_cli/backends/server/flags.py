@@ -20,6 +20,7 @@ _LAUNCH = {
 }
 _PLACES = re.compile(r"\{(model|host|port|k)\}")
 _MODEL_FLAG = {"vllm": "--model", "sglang": "--model-path"}
+_UNLIMITED = 256  # concurrent requests of SGLang if nothing limits them, as by default in vLLM
 _BOTH_FROM_RULE = {"rejection": None, "block": "block", "synthetic": "synthetic"}
 
 
@@ -72,10 +73,13 @@ def _has_no_tokenizer(section: ModelSection) -> bool:
     return section.load_format == "dummy" and place is not None and not has_tokenizer(place)
 
 
-def command_of(kind: str, recipe: Recipe, k: int, permissions: Permissions) -> Command:
+def command_of(
+    kind: str, recipe: Recipe, k: int, permissions: Permissions, batch_size: int
+) -> Command:
     """Build the command that starts a server for a recipe with proposal length `k`.
 
-    kind: "vllm" or "sglang". Raises `UsageError` if the server lacks the recipe's method or
+    kind: "vllm" or "sglang". batch_size: the largest number of concurrent requests; 0 for no limit.
+    Raises `UsageError` if the server lacks the recipe's method or
     acceptance rule.
     """
     engine, target = recipe.engine, recipe.target
@@ -98,6 +102,9 @@ def command_of(kind: str, recipe: Recipe, k: int, permissions: Permissions) -> C
         flags.append(("--max-model-len" if kind == "vllm" else "--context-length", str(most)))
     env = dict(engine.env)
     flags.append(("--no-enable-prefix-caching",) if kind == "vllm" else ("--disable-radix-cache",))
+    if kind == "sglang":
+        # By default, SGLang runs at most 48 requests at a time if it speculates, and more if not.
+        flags.append(("--max-running-requests", str(batch_size or _UNLIMITED)))
     if k and kind == "vllm":
         flags.append(("--speculative-config", json.dumps(_vllm_config(recipe, k))))
         flags.append(("--per-request-spec-decode-metrics", "detailed"))
@@ -143,6 +150,8 @@ def _sglang_flags(recipe: Recipe, k: int) -> list[tuple[str, ...]]:
     found: list[tuple[str, ...]] = [*sglang_flags(choice, k, named, weights)]
     if is_own and draft is not None and draft.load_format != "auto":
         found.append(("--speculative-draft-load-format", draft.load_format))
+    if is_own and draft is not None and draft.revision is not None:
+        found.append(("--speculative-draft-model-revision", draft.revision))
     return found
 
 

@@ -147,6 +147,12 @@ class ServerSession:
         self.check(times.END_S if has_failed else 0.0)
         return self._finished(answers, counted, k, params)
 
+    def _context(self, k: int) -> int:
+        """Return the largest number of tokens of a prompt and its answer at this k."""
+        # SGLang's EAGLE methods reserve space for a round's tokens in the context.
+        reserved = k + 1 if k and self.servers[k].kind == "sglang" else 0
+        return self.max_model_len - reserved
+
     async def _answers(
         self, http: aiohttp.ClientSession, ask: _Ask, k: int, params: SamplingParams
     ) -> tuple[list[Answer], Counted | str | None]:
@@ -159,7 +165,8 @@ class ServerSession:
         dialect = DIALECTS[facts.kind]
         before = await scrape(http, facts.url) if dialect.counts else None
         most = self.batch_size or None
-        answers = await ask(Client(http, dialect, facts, params, self.limits, most))
+        context = self._context(k)
+        answers = await ask(Client(http, dialect, facts, params, self.limits, context, most))
         if before is None:
             return answers, None
         tokens = sum(a.num_tokens for a in answers if a.error is None)
@@ -198,7 +205,8 @@ class ServerSession:
             finished(
                 *(answer, self.servers[k], k, source, of.get(id(answer), NO_ROUNDS)),
                 (decode.get(place, 0.0), whole.get(place, 0.0)),
-                min(params.max_new_tokens, self.max_model_len - len(answer.request.token_ids)),
+                min(params.max_new_tokens, self._context(k) - len(answer.request.token_ids)),
+                may_skip=self.may_skip,
             )
             for place, answer in enumerate(answers)
         ]

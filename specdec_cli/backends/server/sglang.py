@@ -53,7 +53,7 @@ class Sglang:
         reading.num_prompt_tokens = meta.get("prompt_tokens")
         reading.cached_tokens = meta.get("cached_tokens") or 0
         if meta.get("spec_verify_ct") is not None:
-            reading.details = _details(meta)
+            reading.details = _details(meta, facts)
         end = meta.get("finish_reason")
         if end is None:
             return
@@ -64,12 +64,15 @@ class Sglang:
         reading.finish_reason = "length" if is_length else "stop" if is_text else "eos"
 
 
-def _details(meta: Mapping[str, Any]) -> Details:
-    """Read the counts of rounds from the event's meta_info. `spec_accept_length` is not used, since
-    it also counts the token that prefill generates."""
+def _details(meta: Mapping[str, Any], facts: ServerFacts) -> Details:
+    """Read the counts of rounds from the event's meta_info.
+
+    `spec_accept_length` is not used, since it also counts the token that prefill generates. The
+    number of proposals is not used for trees, since it counts every branch.
+    """
     return Details(
         num_rounds=meta["spec_verify_ct"],
         num_accepted=meta.get("spec_num_correct_drafts", -1),
-        num_proposed=meta.get("spec_num_proposed_drafts"),
+        num_proposed=None if facts.is_tree else meta.get("spec_num_proposed_drafts"),
         histogram=listed(meta.get("spec_correct_drafts_histogram")),
     )

@@ -102,7 +102,7 @@ class TwoRounds:
     def is_over(self) -> bool:
         return len(self._seqs) == self.count and all(map(_has_two_rounds, self._seqs))
 
-    def answered(self, index: int) -> None: ...
+    def answered(self, index: int, *, has_failed: bool = False) -> None: ...
 
 
 def _has_two_rounds(seq: Sequence) -> bool:

@@ -6,7 +6,7 @@ fell behind, and whether the window was long enough for a confidence interval of
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
 
@@ -73,6 +73,7 @@ def stretch_of(
     due: Mapping[int, float],
     done: Mapping[int, float],
     latencies: Iterable[Sequence[float | None]] = (),
+    failed: Collection[int] = (),
 ) -> Stretch:
     """Make the record of a point's measured window.
 
@@ -80,6 +81,8 @@ def stretch_of(
     seconds on one clock. The measured requests have the lowest numbers. Requests that were due
     after the last measured request was answered were never sent, and are ignored.
     latencies: for each objective, the latencies of the measured requests.
+    failed: the numbers of requests whose answers are errors. They are no longer in flight, but do
+    not count as answered.
     """
     measured = [due[number] for number in range(num_measured)]
     begin, span = measured[0], measured[-1] - measured[0]
@@ -88,7 +91,8 @@ def stretch_of(
     if not window:
         window = end - begin
     due = {number: at for number, at in due.items() if at <= max(end, measured[-1])}
-    num_answered = sum(begin <= at <= begin + window for at in done.values())
+    ended = [number for number, at in done.items() if begin <= at <= begin + window]
+    num_answered = sum(number not in failed for number in ended)
     arrived = [due[number] for number in sorted(due, key=due.__getitem__)]
     ends = [done.get(number, float("inf")) for number in due]
     under_way = in_flight(arrived, ends, measured)
@@ -174,6 +178,7 @@ class Stream:
 
     due: when each request is due, in seconds after the start, by its number.
     done: when it was answered, on the clock `time.perf_counter`, by its number.
+    failed: the numbers of requests whose answers are errors.
     """
 
     prompts: Sequence[Request]
@@ -183,6 +188,7 @@ class Stream:
     seed: int
     due: dict[int, float] = field(default_factory=dict)
     done: dict[int, float] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
     _left: int = 0
     _first: frozenset[int] | None = None  # requests under way at the first answer
     _requests: Iterator[Request] = field(init=False)
@@ -197,8 +203,10 @@ class Stream:
     def is_over(self) -> bool:
         return not self._left
 
-    def answered(self, number: int) -> None:
+    def answered(self, number: int, *, has_failed: bool = False) -> None:
         self.done[number] = time.perf_counter()
+        if has_failed:
+            self.failed.add(number)
         self._left -= number < self.num_measured
         if self._first is None:
             self._first = frozenset(list(self.due)[:-1])  # the last request is not due yet
@@ -268,7 +276,9 @@ def measure_at_rate(
     if last is not None:
         samples[last] = _with_common(samples[last], list(found.values()))
     latencies = [[next(iter(getattr(s, name)), None) for s in samples] for name in offered.slo]
-    stretch = stretch_of(key, stream.num_measured, due, stream.done, latencies)
+    stretch = stretch_of(
+        key, stream.num_measured, due, stream.done, latencies, failed=stream.failed
+    )
     return samples, stretch, sum(one.seconds for one in found.values())
 
 

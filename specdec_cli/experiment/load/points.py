@@ -163,7 +163,7 @@ class Scored:
     """A point's results on the requests common to all points.
 
     times: the time of each request in milliseconds, over the requests that all points answered.
-    met: 1 for each request that met the objectives, and 0 for the others; empty without objectives.
+    met: 1 for each request that was answered and met the objectives, if any; 0 for the others.
     """
 
     point: Point
@@ -176,8 +176,8 @@ class Scored:
         return ends is not None and ends[0] > 1.0
 
     def is_better(self, other: "Scored") -> bool:
-        """True if more requests meet the objectives at this point than at the other, beyond
-        chance."""
+        """True if more requests are answered and meet the objectives at this point than at the
+        other, beyond chance."""
         pairs = zip(block_means(self.met), block_means(other.met), strict=True)
         ends = mean_interval([a - b for a, b in pairs])
         return ends is not None and ends[0] > 0.0
@@ -198,17 +198,18 @@ def scored(points: Sequence[Point], samples: Mapping[Key, Samples]) -> list[Scor
         slo = point.load.slo if point.load.goodput is not None else {}
         met = [float(one) for one in is_met([of[i] for i in every], slo)]
         times = [of[i].e2el_ms[0] for i in both]
-        found.append(Scored(point, tuple(times), tuple(met) if slo else ()))
+        found.append(Scored(point, tuple(times), tuple(met)))
     return found
 
 
 def best_at_rate(points: Sequence[Point], samples: Mapping[Key, Samples]) -> Best:
     """Recommend one of the points at one rate.
 
-    If there are objectives, goodput decides. Points that are tied with the best are then compared
-    by latency; among those still tied, the smallest k is chosen. A k > 0 is recommended only if
-    goodput or latency is better than at k = 0 beyond chance, or if k = 0 is overloaded. Overloaded
-    points are never recommended. If k = 0 was not measured, the best k is only a guess.
+    If there are objectives, goodput decides; otherwise, the number of answered requests does.
+    Points that are tied with the best are then compared by latency; among those still tied, the
+    smallest k is chosen. A k > 0 is recommended only if goodput or latency is better than at k = 0
+    beyond chance, or if k = 0 is overloaded. Overloaded points are never recommended. If k = 0 was
+    not measured, the best k is only a guess.
     """
     rate = points[0].request_rate
     assert rate is not None

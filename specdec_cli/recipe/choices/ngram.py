@@ -38,6 +38,11 @@ def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
     )
 
 
+def _to_sglang(k: int) -> dict[str, str | int]:
+    """Ask for a chain of k tokens. Otherwise SGLang would propose a tree of k tokens."""
+    return sglang_block("NGRAM")(k) | {"ngram-max-bfs-breadth": 1}
+
+
 NGRAM = MethodChoice(
-    "proposes what followed the same n-gram", to_vllm=_to_vllm, to_sglang=sglang_block("NGRAM")
+    "proposes what followed the same n-gram", to_vllm=_to_vllm, to_sglang=_to_sglang
 )
