@@ -204,6 +204,34 @@ def shares(spans: Mapping[int, tuple[float, float]]) -> dict[int, float]:
     return {key: charged[end] - charged[begin] for key, (begin, end) in spans.items()}
 
 
+def _timed(
+    rounds: Rounds, k: int, tokens: int, in_first: int, *, may_skip: bool
+) -> tuple[Rounds, int, float]:
+    """Find the rounds that the measured time of one answer covers. It begins with the first chunk,
+    which may hold tokens of rounds beside the prefill's token.
+
+    tokens: the number of output tokens. in_first: the number of those in the first chunk.
+
+    Returns:
+        The rounds, without those in the first chunk if the order of the rounds is known.
+        The number of rounds without proposals. Servers do not count such rounds, but each of them
+        wrote one token.
+        The number of rounds that the time covers.
+    """
+    after = tokens - in_first
+    if k == 0:
+        return rounds, after, after
+    if (decided := rounds.num_tokens) is None:
+        return rounds, 0, 0
+    if rounds.order is not None and not may_skip:
+        rounds = rounds.after(in_first - 1)
+        return rounds, 0, rounds.count
+    without = max(0, tokens - 1 - decided) if may_skip else 0
+    # The places of the rounds are unknown, so they are taken to be spread evenly over the text.
+    share = after / (tokens - 1) if tokens > 1 else 0.0
+    return rounds, without, share * (without + rounds.count)
+
+
 def finished(
     answer: Answer,
     facts: ServerFacts,
@@ -217,17 +245,13 @@ def finished(
 ) -> Finished:
     """Convert the outcome of one request to a `Finished` answer.
 
-    Rounds whose tokens came in the first chunk, together with the prefill's token, took no part of
-    the time that is measured, so they are left out where the order of the rounds is known.
-
     k: the run's proposal length. At k = 0, each token after the first chunk counts as one round.
     source: the source of the rounds, from `all_rounds`; None if the rounds are unknown.
     rounds: the request's rounds.
     times: the request's share of the decoding time, and its share of the whole time from sending to
         the last token, in seconds.
     most: the number of tokens at which the answer would have been cut off.
-    may_skip: whether rounds may have proposed nothing. Servers do not count such rounds. Each of
-        them wrote one token.
+    may_skip: whether rounds may have proposed nothing.
     """
     reading, request = answer.reading, answer.request
     served = Served(
@@ -253,14 +277,7 @@ def finished(
     first = answer.chunks[0][0] if answer.chunks else None
     last = answer.chunks[-1][0] if answer.chunks else None
     after, decode = tokens - in_first, times[0]
-    without, is_timed = after if k == 0 else 0, 1.0
-    if may_skip and k and (decided := rounds.num_tokens) is not None:
-        without = max(0, tokens - 1 - decided)
-    elif rounds.order is not None:
-        rounds = rounds.after(in_first - 1)
-    if k and (may_skip or rounds.histogram is not None) and tokens > 1:
-        is_timed = after / (tokens - 1)  # the share of rounds that came after the first chunk
-    num_rounds = is_timed * (without + rounds.count)
+    rounds, without, num_rounds = _timed(rounds, k, tokens, in_first, may_skip=may_skip)
     span = last - first if first is not None and last is not None else 0.0
     remarks = []
     if reading.token_ids and reading.usage not in (None, len(reading.token_ids)):
