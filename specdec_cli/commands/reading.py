@@ -4,6 +4,7 @@ Imports pydantic, so commands import it inside functions.
 """
 
 import os
+import select
 import stat
 import sys
 from contextlib import suppress
@@ -38,6 +39,7 @@ _OF_CHAT = ("template", "chat_template")  # options that have no effect without 
 _TEMPLATE_CHARACTERS = 1 << 20
 
 
+_PATIENCE_S = 1.0  # seconds to wait for a socket's first bytes
 def recipe_options(source: options.Prompts) -> dict[str, object]:
     """Return the values of the options that set recipe keys, keyed by the names in `OPTION_KEYS`.
 
@@ -223,7 +225,12 @@ def _kept_date(output: Path | None) -> str | None:
 def _is_piped() -> bool:
     """True if standard input is a pipe or a file, rather than closed, a terminal or /dev/null."""
     try:
-        mode = os.fstat(sys.stdin.fileno()).st_mode
+        descriptor = sys.stdin.fileno()
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISSOCK(mode):
+            # Some launchers connect standard input to a socket that stays silent, and reading that
+            # would wait forever.
+            return bool(select.select([descriptor], [], [], _PATIENCE_S)[0])
     except (OSError, ValueError, AttributeError):
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
