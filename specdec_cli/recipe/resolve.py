@@ -77,6 +77,13 @@ def find_bundled(name: str) -> BundledRecipe | None:
     return next((recipe for recipe in bundled_recipes() if recipe.name == stem), None)
 
 
+def is_bundled(source: str | None) -> bool:
+    """Return True if `load_recipe` reads this source, or the demo recipe for None, from the folder
+    of bundled recipes."""
+    path = find_source(DEMO_RECIPE if source is None else source)
+    return path.resolve().parent == bundled_folder().resolve()
+
+
 def _first_comment(path: Path) -> str:
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     return first.removeprefix("#").strip()
