@@ -75,7 +75,7 @@ def generate(
         ExitStack() as open_until_end,
     ):
         if next_turns is not None:
-            _check_turns(found.prompts, next_turns)
+            _check_turns(found.prompts, next_turns, asked.output)
         is_single = bool(source.prompt) and len(found.prompts) == 1
         with waiting("getting ready", quiet=asked.quiet) as stages:
             backend: specdec_cli.backends.base.Backend
@@ -99,9 +99,13 @@ def generate(
     raise typer.Exit(code)
 
 
-def _check_turns(prompts: "list[specdec_cli.prompts.Prompt]", file: Path) -> None:
-    """Raise `UsageError` if --next-turns would have nothing to write, or if its file already
-    exists."""
+def _check_turns(
+    prompts: "list[specdec_cli.prompts.Prompt]", file: Path, output: Path | None
+) -> None:
+    """Raise `UsageError` if --next-turns would have nothing to write, or nowhere to write it.
+
+    output: the run folder, which the run creates with the folders around it; None without one.
+    """
     if not any(prompt.later for prompt in prompts):
         raise UsageError(
             "--next-turns: no conversation has a further turn",
@@ -111,3 +115,6 @@ def _check_turns(prompts: "list[specdec_cli.prompts.Prompt]", file: Path) -> Non
         raise UsageError("--next-turns needs conversations", "pass --chat")
     if os.path.exists(file):
         raise UsageError(f"--next-turns: {file} already exists", "name a new file")
+    folder, run = Path(os.path.abspath(file)).parent, Path(os.path.abspath(output or os.curdir))
+    if not folder.is_dir() and folder not in (run, *run.parents):
+        raise UsageError(f"--next-turns: there is no folder {file.parent}", "create it first")

@@ -171,9 +171,6 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
             found += [*unlisted_end(ready.job, outputs), *looped(ready.job, outputs)]
         warn(found)
         notices = [*ready.notices, *found]
-        if own.next_turns is not None and world.is_first:
-            with or_setup_error(f"cannot write {own.next_turns}"):
-                replace_file(own.next_turns, _next_turns(ready.job, outputs).encode())
         document = {
             "schema": "specdec.generate/1",
             "recipe": ready.recipe.model_dump(mode="json"),
@@ -185,7 +182,14 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
         }
         of_engine = engine_fields(samples.values())
         point = point_of_run(outputs, metrics, key_of(ready.job), of_engine)
-        _deliver(ready, document, point, as_json=asked.as_json)
+        _keep(ready, document, point)
+        # The run folder comes first, so that a failure to write this file loses no results. The
+        # document comes after both, because a failed command prints another one.
+        if own.next_turns is not None and world.is_first:
+            with or_setup_error(f"cannot write {own.next_turns}"):
+                replace_file(own.next_turns, _next_turns(ready.job, outputs).encode())
+        if asked.as_json:
+            typer.echo(to_json(document))
         for one in outputs:
             if one.error is not None:
                 say(f"prompt {one.index} failed: {one.error}")
@@ -287,16 +291,13 @@ def _next_turns(job: Job, outputs: list[Output]) -> str:
     return jsonl_of(prompt for prompt in found if prompt is not None)
 
 
-def _deliver(ready: Ready, document: dict[str, Any], point: Point, *, as_json: bool) -> None:
-    """Write the results to the run folder, if there is one, and close it. With `as_json`, also
-    print the document."""
+def _keep(ready: Ready, document: dict[str, Any], point: Point) -> None:
+    """Write the results to the run folder, if there is one, and close it."""
     if (folder := ready.folder) is not None:
         if ready.left.prompts or not (folder.path / "points.jsonl").exists():
             folder.append("points.jsonl", point)
         folder.write("summary.json", to_json(document) + "\n")
         folder.close()
-    if as_json:
-        typer.echo(to_json(document))
 
 
 def _summarise(

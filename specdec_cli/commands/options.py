@@ -83,10 +83,16 @@ Json = Annotated[
 ]
 
 
-def folder(text: str) -> Path:
-    """Parse a folder's name. An empty name, as from `-o "$UNSET"`, is an error."""
+def not_empty(text: str) -> str:
+    """Return a name as it is. An empty name, as from `--chat-template "$UNSET"`, is an error."""
     if not text.strip():
         raise typer.BadParameter("the name is empty")
+    return text
+
+
+def folder(text: str) -> Path:
+    """Parse a folder's name. An empty name is an error."""
+    not_empty(text)
     if len(text.splitlines()) > 1:
         raise typer.BadParameter(f"{one_line(text)} has a line break")
     if not is_unicode(os.path.abspath(text)):
@@ -134,7 +140,8 @@ class Prompts:
         list[str] | None, option("--template", "KEY=VALUE", _TEMPLATE, _PROMPTS)
     ] = None
     chat_template: Annotated[
-        str | None, option("--chat-template", "FILE", _CHAT_TEMPLATE, _PROMPTS)
+        str | None,
+        option("--chat-template", "FILE", _CHAT_TEMPLATE, _PROMPTS, parser=not_empty),
     ] = None
 
 

@@ -4,9 +4,11 @@ Imports pydantic, so commands import it inside functions.
 """
 
 import os
+import select
 import stat
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from specdec_cli.prompts import (
     read_prompts,
     unused_keys,
 )
+from specdec_cli.prompts.choose import STRATIFIED, Choice, sampled
 from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import PROMPTS, DataSection, Recipe, load_recipe
 from specdec_cli.recipe.sections import ABOUT_ROWS
@@ -36,6 +39,7 @@ from specdec_cli.text import is_unicode
 _SAMPLES = ("random", "stratified")
 _OF_CHAT = ("template", "chat_template")  # options that have no effect without a chat template
 _TEMPLATE_CHARACTERS = 1 << 20
+_PATIENCE_S = 1.0  # seconds to wait for a socket's first bytes
 
 
 def recipe_options(source: options.Prompts) -> dict[str, object]:
@@ -93,6 +97,30 @@ def find_prompts(
         path = os.path.abspath(asked.output / PROMPTS)
         data, own = DataSection.model_validate({"path": path, "chat": chat}), jsonl_of(prompts)
     return PromptSet(prompts, data, chat, unused_keys(prompts), own, source.skip_bad)
+
+
+def fewer_prompts(
+    found: PromptSet, count: int, source: options.Prompts, resolved: Recipe, asked: Asked
+) -> PromptSet:
+    """Return `count` of the prompts that `find_prompts` has returned for the same options.
+
+    They are drawn as --sample, --set or the recipe says. If none of them does, a stratified sample
+    is drawn if there are categories; otherwise the first prompts are taken.
+    """
+    has_kinds = any(prompt.category is not None for prompt in found.prompts)
+    how = source.sample or (STRATIFIED if has_kinds else None)
+    if found.data is not None and found.own is None:
+        # Read the file or dataset again, so that the data section names the same prompts.
+        if found.data.sample is not None or "data.sample" in options.parse_sets(asked.sets or ()):
+            how = source.sample
+        return find_prompts(replace(source, limit=count, sample=how), resolved, asked)
+    # Standard input cannot be read again.
+    few = found.prompts[:count]
+    if how is not None:
+        few = sampled(found.prompts, Choice(count, how, resolved.run.seed))
+    few = [replace(prompt, index=index) for index, prompt in enumerate(few)]
+    own = None if found.own is None else jsonl_of(few)
+    return replace(found, prompts=few, notices=unused_keys(few), own=own)
 
 
 def _loose(
@@ -221,9 +249,15 @@ def _kept_date(output: Path | None) -> str | None:
 
 
 def _is_piped() -> bool:
-    """True if standard input is a pipe or a file, rather than closed, a terminal or /dev/null."""
+    """True if standard input is a pipe, a file or a socket with data, rather than closed, a
+    terminal or /dev/null."""
     try:
-        mode = os.fstat(sys.stdin.fileno()).st_mode
+        descriptor = sys.stdin.fileno()
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISSOCK(mode):
+            # Some launchers connect standard input to a socket that stays silent, and reading that
+            # would wait forever.
+            return bool(select.select([descriptor], [], [], _PATIENCE_S)[0])
     except (OSError, ValueError, AttributeError):
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)

@@ -1,7 +1,6 @@
 """Completes a --resume command line with the settings stored in the run folder. After an
 interruption, shows the command that resumes the run."""
 
-import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping
@@ -87,6 +86,8 @@ def with_draft(asked: Asked, kept: Mapping[str, Any], name: str | None = None) -
     """
     if not kept or not _has_its_recipe(asked):
         return asked
+    from specdec_cli.recipe.source import value_text
+
     recipe = kept["recipe"]
     names, sections = kept.get("drafts", [name]), recipe.get("drafts", [recipe.get("draft")])
     # --draft can also name a method that has no draft model; its section then has `method`.
@@ -94,7 +95,7 @@ def with_draft(asked: Asked, kept: Mapping[str, Any], name: str | None = None) -
     keys = {"speculation.method" if k == "method" else f"draft.{k}": v for k, v in section.items()}
     if "draft.weights" in keys:  # a fingerprint; the recipe's own value is in weights_as
         keys["draft.weights"] = keys.pop("draft.weights_as", "auto")
-    found = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+    found = [f"{key}={value_text(value)}" for key, value in keys.items()]
     return replace(asked, sets=[*found, *(asked.sets or ())])
 
 

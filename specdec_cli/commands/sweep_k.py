@@ -4,6 +4,7 @@ Parses the command line and shows the results; `experiment.sweep` does the work.
 """
 
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from specdec_cli.commands.resuming import (
 from specdec_cli.commands.starting import importing, joined
 from specdec_cli.commands.status import show, strictly, waiting, warn, write_pictures
 from specdec_cli.commands.sweep_parsing import (
+    is_lone_task,
     listed_ks,
     parse_ks,
     parse_list,
@@ -122,7 +124,7 @@ def sweep_k(
     Every prompt is decoded at every k and with every draft, and compared with k = 0 on the same
     prompts. Without a recipe the bundled demo pair runs. With --server, servers decode.
     """
-    from specdec_cli.commands.reading import find_prompts, recipe_options
+    from specdec_cli.commands.reading import fewer_prompts, find_prompts, recipe_options
 
     if resume and minutes is not None:
         told = "--minutes chooses settings for a new run, and --resume keeps those of an old one"
@@ -137,7 +139,7 @@ def sweep_k(
     if serve is not None and serve not in _ENGINES:
         raise UsageError(f"--serve: expected {' or '.join(_ENGINES)}, got {serve!r}")
     named, earlier = None, None if serve is not None else folder_of_servers(asked, kept)
-    if server or baseline_server or baseline is not None or earlier is not None:
+    if server or baseline_server is not None or baseline is not None or earlier is not None:
         from specdec_cli.commands import servers
 
         asked_ks = None if ks is None else listed_ks(ks)
@@ -153,12 +155,13 @@ def sweep_k(
         )
         if draft is not None and len(draft) > 1:
             raise UsageError("--draft: a server has only one draft", "run a sweep for each draft")
-    part = shard_of(shard, os.environ)
-    if part is not None and shard is None and not asked.quiet and asked.is_heard:
-        typer.echo(
-            f"shard {part[0]}/{part[1]}, from the Slurm array's task; --shard 0/1 takes all "
-            "prompts",
-            err=True,
+    part = _part(shard, kept, asked)
+    if part is not None and minutes is not None:
+        raise UsageError(
+            "--minutes and --shard exclude each other: each shard would choose its own size, and "
+            "shards of different sizes cannot be merged",
+            "choose --limit, --max-new-tokens and --repeats for all shards; in a Slurm array "
+            "--shard 0/1 takes all prompts",
         )
     own, sets = recipe_options(source) | {"repeats": repeats, "serve": serve}, list[str]()
     own |= {
@@ -170,7 +173,6 @@ def sweep_k(
     }
     if kept:
         predict_only = predict_only or kept["predict_only"]
-        part = part or (tuple(kept["shard"]) if shard is None and kept["shard"] else None)
     rates = parse_list(synthetic_acceptance_rates, "--synthetic-acceptance-rates")
     if rates is not None and synthetic_acceptance_length is not None:
         raise UsageError(
@@ -220,9 +222,7 @@ def sweep_k(
             "--serve", predict_only=predict_only, check_lossless=check_lossless, minutes=minutes
         )
         recipes = [servers.with_args(recipe, serve_args) for recipe in recipes]
-    data = recipes[0].data
-    is_bundled = data is not None and str(data.path).startswith(PREFIX)
-    if minutes is not None and source.limit is None and is_bundled:
+    if minutes is not None and source.limit is None and _is_limit_bundled(asked, recipes[0]):
         source = replace(source, limit=_ALL)  # bundled recipes use only a few of their prompts
 
     flags = {"skip_bad": source.skip_bad, "check_lossless": check_lossless}
@@ -279,10 +279,10 @@ def sweep_k(
                 fit = world.once(lambda: fitting(plan, budget))
                 recipes = [of_size(one, fit) for one in recipes]
                 if fit.prompts < plan.num_prompts:
-                    has_kinds = any(prompt.category is not None for prompt in found.prompts)
-                    how = source.sample or ("stratified" if has_kinds else None)
-                    fewer = replace(source, limit=fit.prompts, sample=how)
-                    found = world.once(lambda: find_prompts(fewer, recipes[0], asked))
+                    everything = found
+                    found = world.once(
+                        lambda: fewer_prompts(everything, fit.prompts, source, recipes[0], asked)
+                    )
                 plan = planned()
         if minutes is not None and asked.is_heard:
             # Estimate the time again, because the new plan has other prompts.
@@ -296,6 +296,36 @@ def sweep_k(
             pairs=pairs,
         )
     raise typer.Exit(code)
+
+
+def _is_limit_bundled(asked: Asked, resolved: "specdec_cli.recipe.Recipe") -> bool:
+    """Return True if `data.limit` is that of a bundled recipe for the bundled prompts."""
+    from specdec_cli.recipe import is_bundled
+
+    sets, data = options.parse_sets(asked.sets or ()), resolved.data
+    is_set = bool({"data", "data.limit"} & sets.keys())
+    is_own = data is not None and str(data.path).startswith(PREFIX)
+    return is_own and not is_set and is_bundled(asked.recipe)
+
+
+def _part(shard: str | None, kept: Mapping[str, Any], asked: Asked) -> tuple[int, int] | None:
+    """Return the shard's index and the number of shards; None if the sweep takes all prompts.
+
+    A resumed sweep keeps the shard of its folder unless --shard is given, because a Slurm array may
+    be submitted again with only some of its tasks.
+    """
+    if kept and shard is None:
+        return tuple(kept["shard"]) if kept["shard"] else None
+    part = shard_of(shard, os.environ)
+    if shard is not None or not asked.is_heard:
+        return part
+    if part is not None and not asked.quiet:
+        told = f"shard {part[0]}/{part[1]}, from the Slurm array's task"
+        typer.echo(f"{told}; --shard 0/1 takes all prompts", err=True)
+    if part is None and is_lone_task(os.environ):
+        told = "this is the only task of its Slurm array, so it takes all prompts"
+        warn([f"{told}: pass --shard I/N for one shard"])
+    return part
 
 
 def _sweep(

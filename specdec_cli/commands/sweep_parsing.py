@@ -87,6 +87,13 @@ def shard_of(text: str | None, environ: Mapping[str, str]) -> tuple[int, int] | 
     return (place, count) if count > 1 else None
 
 
+def is_lone_task(environ: Mapping[str, str]) -> bool:
+    """Return True in an array of one Slurm task that is not task 0. Such an array is usually a task
+    of a larger one that is submitted again."""
+    task, count = (environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in ("ID", "COUNT"))
+    return count == "1" and task.isdigit() and int(task) > 0
+
+
 def _slurm_shard(environ: Mapping[str, str]) -> tuple[int, int] | None:
     task, count = (environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in ("ID", "COUNT"))
     first, step = (environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in ("MIN", "STEP"))

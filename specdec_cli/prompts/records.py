@@ -189,8 +189,8 @@ def checked(text: str, where: str = "") -> str:
 
 
 def category_of(row: object) -> str | None:
-    """Return the category of a row. Raises `BadRow` if the category is not text, or if the row
-    could not be read."""
+    """Return the category of a row; None if the row has none or an empty one. Raises `BadRow` if
+    the category is not text, or if the row could not be read."""
     if isinstance(row, BadRow):
         raise row
     value = row.get(CATEGORY_KEY) if isinstance(row, Mapping) else None
@@ -200,7 +200,7 @@ def category_of(row: object) -> str | None:
     text = ", ".join(str(one) for one in several if one is not None)
     if not is_unicode(text):
         raise BadRow(f"category is {NOT_UNICODE}")
-    return text if value is not None else None
+    return text or None
 
 
 def _messages(value: object, key: str) -> tuple[Message, ...]:

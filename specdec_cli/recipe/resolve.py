@@ -77,6 +77,13 @@ def find_bundled(name: str) -> BundledRecipe | None:
     return next((recipe for recipe in bundled_recipes() if recipe.name == stem), None)
 
 
+def is_bundled(source: str | None) -> bool:
+    """Return True if `load_recipe` reads this source, or the demo recipe for None, from the folder
+    of bundled recipes."""
+    path = find_source(DEMO_RECIPE if source is None else source)
+    return path.resolve().parent == bundled_folder().resolve()
+
+
 def _first_comment(path: Path) -> str:
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     return first.removeprefix("#").strip()
@@ -168,14 +175,22 @@ def read_source(source: str) -> Document:
     path = find_source(source)
     document = read(path, source if Path(source).is_file() else str(path))
     if isinstance(document.data, dict):
-        for key in (*_MODEL_KEYS, "data.path", "data.chat_template"):
+        for key in (*_MODEL_KEYS, "data.path", "data.chat_template", "load.arrivals"):
             section, _, last = key.partition(".")
             values = document.data.get(section)
             if isinstance(values, dict) and last in values:
+                if key == "load.arrivals" and _is_process(values[last]):
+                    continue
                 values[last] = _own_prompts(values[last], path) or _located(
                     values[last], [path.parent]
                 )
     return document
+
+
+def _is_process(value: object) -> bool:
+    """Return True if this value of `load.arrivals` names a process, even if a file has the same
+    name."""
+    return value in ("poisson", "constant") or str(value).startswith("gamma:")
 
 
 def _own_prompts(value: object, recipe: Path) -> str | None:

@@ -227,6 +227,13 @@ def parse_value(text: str, name: str) -> object:
     return document.data
 
 
+def value_text(value: object) -> str:
+    """Write a value as text that `parse_value` reads back as an equal value."""
+    # JSON would not do: its escapes for characters above U+FFFF are not valid in YAML.
+    text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=MAX_BYTES)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
 def read(path: Path, name: str) -> Document:
     """Read a YAML file of at most 1 MB. Raises `UsageError` for anything but a regular file."""
     try:

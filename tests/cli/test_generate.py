@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import shutil
+import socket
 import subprocess
 import threading
 import time
@@ -312,6 +313,25 @@ def test_a_pipe_that_waits_is_told(
     run("--json", "-k", "0", "--max-new-tokens", "1", "--set", "data.limit=1")
     closing.join()
     assert told in caplog.text
+
+
+def test_a_socket_is_read_if_it_has_data(
+    run: Run, stdin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some launchers connect standard input to a socket, with prompts or without."""
+    monkeypatch.setattr("specdec_cli.commands.reading._PATIENCE_S", 0.01)
+    few = ("--json", "-k", "0", "--max-new-tokens", "1", "--set", "data.limit=1")
+    near, far = socket.socketpair()
+    with far:
+        far.sendall(b"one\ntwo\n")
+        far.shutdown(socket.SHUT_WR)
+        stdin(near.detach())
+        assert [o["prompt"] for o in run(*few).outputs] == ["one", "two"]
+    near, silent = socket.socketpair()
+    with silent:  # it stays open, so that reading it would not end
+        stdin(near.detach())
+        (output,) = run(*few).outputs
+    assert output["prompt"] not in ("one", "two")
 
 
 def test_prompts_of_options_leave_standard_input_alone(run: Run, stdin: Any) -> None:

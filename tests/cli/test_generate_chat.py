@@ -1,5 +1,6 @@
 """`specdec generate` on conversations: messages, `--chat` and `--system`, and chat templates."""
 
+import errno
 import functools
 import json
 import re
@@ -10,6 +11,7 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
+from specdec_cli.commands import generate_run
 from specdec_cli.models import tokenizer as tokenizer_module
 from specdec_cli.text import inert
 from tests.cli.generate_helpers import (
@@ -367,3 +369,40 @@ def test_later_turns_follow_the_targets_answers(run: Run, model: Path, tmp_path:
     assert second["category"] == "stem" and f"{answer}\n<|user|>\nb?" in second["prompt"]
     assert "already exists" in run(*asks, "--chat", *FEW).err
     assert "no conversation has a further turn" in run("--prompt", "x", *asks[-2:], *FEW).err
+
+
+def test_a_folder_for_later_turns_that_does_not_exist_is_missed_at_once(
+    run: Run, model: Path, lines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asks = ("--target", model, "--chat", "--prompt-file", lines({"turns": ["a?", "b?"]}))
+    new = tmp_path / "new" / "run"
+    inside = run(*asks, "-o", new, "--next-turns", new / "later.jsonl", *FEW)
+    assert inside.code == 0 and (new / "later.jsonl").is_file(), "the run makes its own folder"
+    monkeypatch.setattr("specdec_cli.backends.native.build", None)
+    for output in ((), ("-o", tmp_path / "run")):
+        later = tmp_path / "none" / "later.jsonl"
+        result = run(*asks, "--next-turns", later, *output, *FEW)
+        assert result.code == 2 and not (tmp_path / "run").exists()
+        assert f"--next-turns: there is no folder {later.parent}" in result.err
+
+
+def test_later_turns_that_cannot_be_written_lose_no_results(
+    run: Run, model: Path, lines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later, folder = tmp_path / "later.jsonl", tmp_path / "run"
+    asks = ("--target", model, "--chat", "--prompt-file", lines({"turns": ["a?", "b?"]}))
+    asks += ("-o", folder, "--next-turns", later, *FEW)
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generate_run, "replace_file", full)
+        failed = run(*asks)
+    assert failed.code == 5 and f"cannot write {later}: No space left" in failed.err
+    assert list(failed.document) == ["error"]
+    kept = json.loads((folder / "summary.json").read_text())
+    assert kept["outputs"][0]["token_ids"] and (folder / "points.jsonl").is_file()
+    monkeypatch.setattr("specdec_cli.backends.native.build", None)  # nothing is left to run
+    again = run(*asks, "--resume")
+    assert again.code == 0 and again.outputs == kept["outputs"] and later.is_file()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from specdec_cli import demo
 from specdec_cli.backends import native
 from specdec_cli.errors import Notice
 from specdec_cli.experiment import machine
@@ -123,6 +124,32 @@ def test_the_folder_is_enough(
     assert other.code == 2 and "run.seed is 0 there and 1 now" in other.err
     resumed = generate(capsys, "--resume", "-o", tmp_path, "--json")
     assert resumed.code == 0 and texts(resumed) == texts(whole)
+
+
+def test_an_empty_category_is_none(tmp_path: Path, capsys: Capture) -> None:
+    """Prompts beside a file of prompts are kept in the run folder, and read again from there."""
+    rows, folder = tmp_path / "rows.csv", tmp_path / "run"
+    rows.write_text("prompt,category\nimport os,\nx = 1,b\n")
+    run = ("--prompt", "def f(x):", "--prompt-file", rows, *SHORT, "--json", "-o", folder)
+    whole = generate(capsys, *run)
+    assert [output.get("category") for output in whole.outputs] == [None, None, "b"]
+    for again in (run, ("-o", folder, "--json")):
+        (folder / "samples.jsonl").write_text("")
+        resumed = generate(capsys, *again, "--resume")
+        assert resumed.code == 0, resumed.err
+        assert texts(resumed) == texts(whole)
+
+
+@pytest.mark.parametrize("name", ["draft \U0001f642", "dr\x7faft: \u00fc, [1]"])
+def test_a_draft_with_an_unusual_name_goes_on(name: str, tmp_path: Path, capsys: Capture) -> None:
+    """The name goes through YAML, whose escapes are not those of JSON."""
+    draft, folder = tmp_path / name, tmp_path / "run"
+    draft.symlink_to(demo.demo_path("demo:draft"))
+    whole = generate(capsys, *GIVEN, "--draft", draft, "--json", "-o", folder)
+    (folder / "samples.jsonl").write_text("")
+    resumed = generate(capsys, "--resume", "-o", folder, "--json")
+    assert resumed.code == whole.code == 0, resumed.err
+    assert texts(resumed) == texts(whole)
 
 
 def test_what_cannot_go_on(

@@ -1,9 +1,12 @@
 """Names that a new user tries, and the hints from them to existing names."""
 
+import io
 import json
 import os
 import re
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import torch
 from specdec_cli.app import main
 from specdec_cli.errors import Notice
 from specdec_cli.experiment import duration, machine
+from specdec_cli.experiment.sweep import sweep_plan
 
 SHORT_PROMPTS = Path(__file__).parents[1] / "short_prompts.jsonl"
 
@@ -61,6 +65,8 @@ def test_methods_and_bundled_models_are_listed(capsys: pytest.CaptureFixture[str
         (["generate", "owner/name"], "a model goes after --target"),
         (["generate", "--set", "target=x"], "a section of keys"),
         (["merge", "a", "-o", ""], "the name is empty"),
+        (["generate", "--chat-template", ""], "the name is empty"),
+        (["sweep-k", "--baseline-server", ""], "--baseline-server: expected an address"),
         (["merge", "nosuch", "-o", "x"], "nosuch: no such folder"),
         (["sweep-k", "--draft"], "hint: see `specdec sweep-k --help`"),
         (["merge", "-o"], "hint: see `specdec merge --help`"),
@@ -113,6 +119,106 @@ def test_minutes_choose_a_size_that_fits(
     assert sizes[0][:2] == (3, 128) and sizes[0][2] > 100
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
     assert sizes[-1][0] == 1 and 8 <= sizes[-1][2] < sizes[0][2]
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speeds at which some of the bundled prompts fit into a minute."""
+    speeds = duration.Speeds(bytes=2e9, operations=2e10)
+    monkeypatch.setattr(duration, "speeds_of", lambda *_: speeds)
+
+
+def planned(capsys: Capture, *arguments: str | Path) -> dict[str, Any]:
+    """The document of a planned sweep that `--minutes` makes smaller."""
+    capsys.readouterr()
+    asked = ["sweep-k", *map(str, arguments), "--k", "0-4", "--dry-run", "--json"]
+    assert main(asked) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.usefixtures("slow_machine")
+def test_minutes_lift_no_limit_that_somebody_has_set(capsys: Capture, tmp_path: Path) -> None:
+    """The limit of a bundled recipe is there to run in seconds, so it goes."""
+    few = ("--set", "data.limit=6")
+    data = "{path: demo:prompts, limit: 6}"
+    own = tmp_path / "r.yaml"
+    own.write_text(f"target: {{model: demo:target}}\ndraft: {{model: demo:draft}}\ndata: {data}\n")
+    for asked in (few, ("demo", *few), ("--set", f"data={data}"), (own,)):
+        assert planned(capsys, *asked, "--minutes", "1")["num_prompts"] == 6
+    for bare in ((), ("demo",), (Path("recipes/demo.yaml").resolve(),)):
+        assert planned(capsys, *bare, "--minutes", "1")["num_prompts"] > 6
+    option = planned(capsys, *few, "--limit", "7", "--minutes", "1")
+    assert option["num_prompts"] == 7
+
+
+@pytest.mark.usefixtures("slow_machine")
+def test_minutes_draw_as_the_recipe_says(capsys: Capture, tmp_path: Path) -> None:
+    """The prompts have categories, so without a word a stratified sample is drawn."""
+    own = tmp_path / "r.yaml"
+    data = "{path: demo:prompts, limit: 99, sample: random}"
+    own.write_text(f"target: {{model: demo:target}}\ndraft: {{model: demo:draft}}\ndata: {data}\n")
+    for asked, how in (
+        ((), "stratified"),
+        (("--set", "data.sample=random"), "random"),
+        (("--set", "data.sample=null"), None),
+        ((own,), "random"),
+        ((own, "--set", "data.sample=stratified"), "stratified"),
+        ((own, "--sample", "stratified"), "stratified"),
+    ):
+        plan = planned(capsys, *asked, "--minutes", "1")
+        found = plan["recipe"]["data"]
+        assert (found["sample"], found["limit"]) == (how, plan["num_prompts"])
+        assert plan["num_prompts"] < 99
+
+
+@pytest.mark.usefixtures("slow_machine")
+@pytest.mark.parametrize("kinds", [0, 3])
+def test_minutes_take_some_of_what_standard_input_had(
+    kinds: int, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can be read only once."""
+    rows = [{"prompt": "x " * 30 + str(n)} for n in range(90)]
+    for n, row in enumerate(rows if kinds else []):
+        row["category"] = str(n * kinds // len(rows))  # one after the other
+    read, _find = list[Any](), sweep_plan.plan_sweep
+
+    def watched(backend: Any, recipes: Any, found: Any, *rest: Any, **more: Any) -> Any:
+        read.append(found.prompts)
+        return _find(backend, recipes, found, *rest, **more)
+
+    monkeypatch.setattr(sweep_plan, "plan_sweep", watched)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    plan = planned(capsys, "--prompt-file", "-", "--minutes", "1")
+    whole, few = read
+    assert len(whole) == 90 and len(few) == plan["num_prompts"] < 80
+    assert [prompt.index for prompt in few] == list(range(len(few)))
+    places = [int(prompt.text.split()[-1]) for prompt in few]
+    counts = Counter(prompt.category for prompt in few)
+    if kinds:
+        assert places == sorted(set(places)) and len(counts) == kinds
+        assert max(counts.values()) - min(counts.values()) <= 1
+    else:
+        assert places == list(range(len(few)))
+
+
+@pytest.mark.usefixtures("slow_machine")
+def test_minutes_choose_no_size_for_a_shard(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards of different sizes could not be merged."""
+    asked = ["sweep-k", "--minutes", "1", "--dry-run"]
+    told = "--minutes and --shard exclude each other"
+    assert main([*asked, "--shard", "0/2"]) == 2 and told in capsys.readouterr().err
+    for name, value in (("ID", "1"), ("COUNT", "2"), ("MIN", "0"), ("STEP", "1")):
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    assert main(asked) == 2
+    assert told in (shown := capsys.readouterr().err) and "--shard 0/1 takes all" in shown
+    assert main([*asked, "--shard", "0/1"]) == 0
 
 
 def test_a_dry_run_has_one_duration(

@@ -534,6 +534,58 @@ def test_a_slurm_task_takes_its_share(
     refused(specdec(capsys, *SWEEP, "--dry-run"), 2, "is 7, which is not a shard of an array of 3")
 
 
+def test_a_task_that_is_submitted_again_keeps_the_shard_of_its_folder(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of the four tasks failed, and only these are submitted again."""
+
+    def array(task: str, count: str, first: str) -> None:
+        for name, value in (("ID", task), ("COUNT", count), ("MIN", first), ("STEP", "1")):
+            monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+
+    folder, told = tmp_path / "big-1", "from the Slurm array's task"
+    options = [*SWEEP, *ONCE, "--k", "0", "-o", folder, "--resume"]
+    array("1", "4", "0")
+    began = specdec(capsys, *options)
+    assert began.code == 0 and f"shard 1/4, {told}" in began.err
+    (line,) = (folder / "samples.jsonl").read_text().splitlines()
+    for count, first in (("2", "1"), ("1", "1"), ("1", "0")):
+        array("1", count, first)
+        (folder / "samples.jsonl").write_text("")
+        for again in (options, ["sweep-k", "--resume", "-o", folder]):
+            resumed = specdec(capsys, *again)
+            assert resumed.code == 0 and told not in resumed.err, resumed.err
+            assert [s["index"] for s in samples(folder)] == [json.loads(line)["index"]] == [1]
+            assert "the only task" not in resumed.err
+    refused(specdec(capsys, *options, "--shard", "0/2"), 2, "shard is [1, 4] there and [0, 2] now")
+
+
+def test_a_whole_sweep_stays_whole_in_a_slurm_array(
+    capsys: Capture,
+    whole: tuple[Path, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("ID", "1"), ("COUNT", "2"), ("MIN", "0"), ("STEP", "1")):
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    resumed = specdec(capsys, *SWEEP, "-o", whole[0], "--resume")
+    assert resumed.code == 0, resumed.err
+
+
+@pytest.mark.parametrize(("task", "is_told"), [("2", True), ("0", False)])
+def test_a_lone_task_of_a_slurm_array_is_told_that_it_takes_all_prompts(
+    task: str, is_told: bool, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("ID", task), ("COUNT", "1"), ("MIN", task), ("STEP", "1")):
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    result = specdec(capsys, *SWEEP, "--dry-run", "--json", "-q")
+    assert result.document["sweep"]["shard"] is None
+    told = (
+        "warning: this is the only task of its Slurm array, so it takes all prompts: pass --shard"
+    )
+    assert (told in result.err) == is_told
+    assert "only task" not in specdec(capsys, *SWEEP, "--dry-run", "-q", "--shard", "2/4").err
+
+
 def test_dry_run_loads_no_weights(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

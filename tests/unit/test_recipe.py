@@ -10,6 +10,7 @@ from specdec_cli.errors import UsageError
 from specdec_cli.recipe import Recipe, bundled_recipes, dump_recipe, load_recipe
 from specdec_cli.recipe.resolve import find_source
 from specdec_cli.recipe.schema import key_fields, section_models
+from specdec_cli.recipe.source import parse_value, value_text
 
 CONTRACT = """
 target: {model: t, revision: null, tensor_parallel_size: 4, dtype: auto, load_format: auto}
@@ -283,6 +284,46 @@ def test_relative_models_like_the_shell_then_beside_the_recipe(
     (here / "models/m").mkdir(parents=True)
     assert load_recipe(source).target.model == "models/m"
     assert load_recipe(source, {"target.model": "nowhere/x"}).target.model == "nowhere/x"
+
+
+def test_a_file_of_send_times_may_be_beside_the_recipe(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process keeps its name even if a file has the same one."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for name, is_file in (("times.txt", True), ("poisson", False), ("gamma:2", False)):
+        (tmp_path / name).write_text("0\n1\n")
+        source = write(f"target: {{model: t}}\nload: {{request_rate: [1], arrivals: '{name}'}}\n")
+        expected = str((tmp_path / name).resolve()) if is_file else name
+        assert load_recipe(source).load.arrivals == expected
+    (here / "times.txt").write_text("0\n2\n")
+    source = write("target: {model: t}\nload: {request_rate: [1], arrivals: times.txt}\n")
+    assert load_recipe(source).load.arrivals == "times.txt"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(
+            "demo:draft",
+            "",
+            "null",
+            "1.5",
+            " a ",
+            "a: b # c",
+            "- x",
+            "'\"",
+            "\U0001f642",
+            "\x85\x7f",
+        ),
+        *(None, True, 4, 0.5, "x " * 200, ["embeddings", "lm_head"], [], {"a": ["\U0001f642"]}),
+    ],
+)
+def test_values_are_written_as_they_are_read(value: object) -> None:
+    found = parse_value(value_text(value), "x")
+    assert found == value and type(found) is type(value)
 
 
 def test_bundled_shapes_can_be_named_as_models() -> None:
