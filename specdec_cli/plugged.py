@@ -4,7 +4,7 @@ They add defaults and checks, so a plugin's class may define as little as one me
 it ends the run with a one-line error that names the plugin.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,9 @@ from specdec_cli.lengths.base import LastRounds
 from specdec_cli.lengths.costs import RoundCosts
 from specdec_cli.methods.base import MethodParts, Proposer
 from specdec_cli.text import one_line
+
+# The least value of `Verdict.num_accepted` with a meaning: the draft's logits are not finite.
+_LEAST_ACCEPTED = -2
 
 
 @contextmanager
@@ -44,7 +47,14 @@ def blamed(who: str, doing: str, about_none: str = "") -> Iterator[None]:
 def built(made: type[Any], given: object) -> Any:
     """Make an object of a plugin's class, and pass `given` to its constructor. A class that defines
     no constructor is called without arguments."""
-    return made() if made.__init__ is object.__init__ else made(given)
+    return made() if _constructor(made) is object.__init__ else made(given)
+
+
+def _constructor(made: type[Any]) -> Any:
+    """Return the constructor of a class. Those that `typing` puts into protocols, such as
+    `AcceptanceRule`, are passed over, as they only call the next one."""
+    own = (vars(base)["__init__"] for base in made.__mro__ if "__init__" in vars(base))
+    return next(one for one in own if getattr(one, "__module__", None) != "typing")
 
 
 class WatchedOptions(dict[str, Any]):
@@ -68,9 +78,32 @@ class WatchedOptions(dict[str, Any]):
         self.asked.add(str(key))
         return super().__contains__(key)
 
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """Do the same as `dict.setdefault`, and record that the key was read."""
+        self.asked.add(key)
+        return super().setdefault(key, default)
+
     def __iter__(self) -> Iterator[str]:
-        self.asked |= set(super().keys())
+        self._ask_all()
         return super().__iter__()
+
+    def keys(self) -> Any:
+        """Do the same as `dict.keys`, and record that all keys were read."""
+        self._ask_all()
+        return super().keys()
+
+    def values(self) -> Any:
+        """Do the same as `dict.values`, and record that all keys were read."""
+        self._ask_all()
+        return super().values()
+
+    def items(self) -> Any:
+        """Do the same as `dict.items`, and record that all keys were read."""
+        self._ask_all()
+        return super().items()
+
+    def _ask_all(self) -> None:
+        self.asked |= set(super().keys())
 
     def refuse_unknown(self) -> None:
         """Raise `UsageError` for a key that no plugin has read."""
@@ -179,8 +212,13 @@ class PluggedRule(AcceptanceRule):
         self.is_lossless: bool = getattr(inner, "is_lossless", False)
         self.looks_ahead: bool = getattr(inner, "looks_ahead", False)
         self.draws_when_greedy: bool = getattr(inner, "draws_when_greedy", not self.is_lossless)
-        lossy = None if self.is_lossless else "the text may not follow the target's distribution"
-        self.remark: str | None = getattr(inner, "remark", lossy)
+        self.keeps_greedy = self.is_lossless
+        self.remark: str | None = getattr(inner, "remark", None)
+        if not (self.is_lossless or self.remark):
+            self.remark = "the text may not follow the target's distribution"
+        # int64 [1], how many values of `num_accepted` since the last `check` were above the number
+        # of proposals, or below all values that have a meaning.
+        self._num_invalid: torch.Tensor | None = None
 
     def decide(
         self,
@@ -196,7 +234,23 @@ class PluggedRule(AcceptanceRule):
         batch, k = candidates.token_ids.shape
         expect(self.who, "token_ids", found.token_ids, (batch, k + 1), torch.int64)
         expect(self.who, "num_accepted", found.num_accepted, (batch,), torch.int64)
-        return found
+        accepted = torch.minimum(found.num_accepted, candidates.lens)
+        accepted = torch.where(accepted < _LEAST_ACCEPTED, 0, accepted)
+        if self._num_invalid is None or self._num_invalid.device != accepted.device:
+            self._num_invalid = torch.zeros(1, dtype=torch.int64, device=accepted.device)
+        self._num_invalid += (accepted != found.num_accepted).sum()
+        return Verdict(found.token_ids, accepted)
+
+    def check(self) -> None:
+        """Raise `UsageError` if the plugin has accepted more than was proposed since the last
+        call."""
+        count = 0 if self._num_invalid is None else int(self._num_invalid)
+        if self._num_invalid is not None and count:
+            with torch.inference_mode():
+                self._num_invalid.zero_()
+            raise UsageError(
+                f"{self.who}: {count} of the num_accepted that decide returned are outside 0..lens"
+            )
 
     def forecast(
         self, index: int, start: int, count: int, k: int, params: SamplingParams
@@ -213,8 +267,23 @@ class PluggedPolicy:
     def __init__(self, name: str, inner: Any) -> None:
         self.who = f"length policy {name}"
         self.inner = inner
-        self.stop: Stop | None = getattr(inner, "stop", None)
-        self.doubt: Doubt | None = getattr(inner, "doubt", None)
+        self.stop: Stop | None = self._checked("stop")
+        self.doubt: Doubt | None = self._checked("doubt")
+
+    def _checked(self, name: str) -> Callable[..., torch.Tensor] | None:
+        """Return the plugin's own function of this name, or None if it has none. Its errors name
+        the plugin, and its result must be bool [R] for R tokens or scores."""
+        own = getattr(self.inner, name, None)
+        if own is None:
+            return None
+
+        def call(first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+            with blamed(self.who, name):
+                found: torch.Tensor = own(first, *others)
+            expect(self.who, name, found, (len(first),), torch.bool)
+            return found
+
+        return call
 
     def lengths(self, k: int) -> tuple[int, ...]:
         if not hasattr(self.inner, "lengths"):

@@ -98,6 +98,9 @@ class Changing:
     def forecast(self, *_: object) -> None:
         return None
 
+    def check(self) -> None:
+        pass
+
 
 @dataclass
 class Arm:

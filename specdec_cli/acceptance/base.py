@@ -29,6 +29,7 @@ class AcceptanceRule(Protocol):
     draws_when_greedy: whether the rule uses random numbers even in greedy decoding.
     judges_jointly: whether a proposal's acceptance depends on more than the probabilities of that
         token alone. Acceptance then cannot be forecast from these probabilities.
+    keeps_greedy: whether greedy decoding writes the target's own text, although the rule is lossy.
     remark: a note to show beside the results of a lossy rule; None for no note.
     """
 
@@ -36,6 +37,7 @@ class AcceptanceRule(Protocol):
     looks_ahead: bool = False
     draws_when_greedy: bool = False
     judges_jointly: bool = False
+    keeps_greedy: bool = False
     remark: str | None = None
 
     def decide(
@@ -54,6 +56,11 @@ class AcceptanceRule(Protocol):
         `draws_when_greedy`.
         """
         ...
+
+    def check(self) -> None:
+        """Raise `UsageError` if decisions since the last call were invalid. Runs on the host, after
+        each run; only a plugin's rule has anything to check."""
+        return
 
     def forecast(
         self, index: int, start: int, count: int, k: int, params: SamplingParams

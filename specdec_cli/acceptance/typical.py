@@ -17,7 +17,7 @@ class Typical(AcceptanceRule):
     only the target's choices.
     """
 
-    judges_jointly = True
+    judges_jointly = keeps_greedy = True
     remark = "likely proposals pass, so the text does not follow the target's distribution"
 
     def __init__(self, threshold: float, alpha: float) -> None:

@@ -150,6 +150,7 @@ class Engine:
             torch.cuda.synchronize(self.target.device)
         if self.proposer is not None:
             self.proposer.check()
+        self.rule.check()
         return RunResult(run.seqs, summarise(run.seqs, k, self.batch_size))
 
     def compile_ahead(self, lengths: Iterable[int], k: int, params: SamplingParams) -> None:

@@ -83,9 +83,9 @@ class Plan:
     def remark(self) -> str | None:
         """The acceptance rule's remark on how the rule changes the output, to be shown with the
         run's results. None if the rule has no remark, if nothing is proposed, or if decoding is
-        greedy and the rule then draws no random numbers."""
+        greedy and the rule then keeps the target's text."""
         rule = rule_of(self.recipe.speculation)
-        is_moot = self.params.is_greedy and not rule.draws_when_greedy
+        is_moot = self.params.is_greedy and rule.keeps_greedy
         return rule.remark if self.k and not is_moot else None
 
     @property

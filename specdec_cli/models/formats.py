@@ -159,6 +159,9 @@ def _compressed_tensors(settings: Settings, model: str) -> Scheme:
     parts = list(groups.values()) if isinstance(groups, dict) else []
     if not parts or not all(isinstance(part, dict) for part in parts):
         raise _refused("config_groups", groups, model, "groups of weights")
+    transforms = settings.get("transform_config")
+    if transforms not in (None, {}, {"config_groups": {}}):
+        raise _refused("transform_config", transforms, model, "empty")
     found, unused = [], []
     for part in parts:
         if part.get("weights") is not None:

@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from specdec_kernels.linear.stored import FP8, Stored
@@ -26,6 +26,7 @@ from specdec_cli.models.gguf.tensors import kept_readers
 from specdec_cli.models.gguf.tensors import readers as gguf_readers
 from specdec_cli.models.held import LARGE, StoredParameter, return_unused
 from specdec_cli.models.quantised import (
+    changes_nothing,
     dequantised,
     fields_of,
     no_scales,
@@ -108,20 +109,32 @@ def open_tensors(description: Unfilled) -> Iterator[dict[str, Read]]:
     if is_gguf(description.place):
         raise SetupError(f"{spec.name} is a GGUF file, which holds no draft")
     with open_checkpoint(description.place, spec.allow_pickle) as stored:
-        tensors = _by_own_names(description, stored)
+        tensors = _of_module(description, stored)
         if quantisation(config) is not None:
             settings = config.quantization_config
             tensors = dequantised(tensors, settings, description.dtype, spec.name)
-        yield tensors
+        yield _by_own_names(description, tensors)
 
 
-def _by_own_names(description: Unfilled, tensors: dict[str, Read]) -> dict[str, Read]:
-    """Keep the readers of tensors that belong to the model, and rename them as in the module. If
-    `description.names` is None, return all readers unchanged."""
+def _of_module(description: Unfilled, tensors: dict[str, Read]) -> dict[str, Read]:
+    """Return the readers of the tensors that belong to the model, still by their names in the file:
+    a quantisation's config uses these."""
     names = description.names
     if names is None:
         return tensors
-    return {own: read for name, read in tensors.items() if (own := names.own(name)) is not None}
+    return {name: read for name, read in tensors.items() if names.own(name) is not None}
+
+
+Field = TypeVar("Field")
+
+
+def _by_own_names(description: Unfilled, fields: dict[str, Field]) -> dict[str, Field]:
+    """Rename tensors that belong to the model as in the module, and leave out all others. If
+    `description.names` is None, return all unchanged."""
+    names = description.names
+    if names is None:
+        return fields
+    return {own: field for name, field in fields.items() if (own := names.own(name)) is not None}
 
 
 ReadWeight = Callable[[Part | None], torch.Tensor | Stored]
@@ -144,7 +157,7 @@ def _opened(description: Unfilled) -> Iterator[tuple[dict[str, ReadWeight], list
         yield {**plain, **kept}, unused
         return
     with open_checkpoint(place, spec.allow_pickle) as found:
-        tensors = _by_own_names(description, found)
+        tensors = _of_module(description, found)
         stored, fields = stored_parameters(module), Fields(tensors, {}, {}, {})
         if quantisation(module.config) is not None:
             settings = module.config.quantization_config
@@ -153,6 +166,12 @@ def _opened(description: Unfilled) -> Iterator[tuple[dict[str, ReadWeight], list
             else:
                 numbers = dequantised(tensors, settings, description.dtype, spec.name)
                 fields = Fields(numbers, {}, {}, {})
+        fields = Fields(
+            codes=_by_own_names(description, fields.codes),
+            scales=_by_own_names(description, fields.scales),
+            zeros=_by_own_names(description, fields.zeros),
+            storages=_by_own_names(description, fields.storages),
+        )
         try:
             of_fields = fields.codes, fields.scales, fields.zeros
             (readers, unused), *others = [
@@ -164,6 +183,8 @@ def _opened(description: Unfilled) -> Iterator[tuple[dict[str, ReadWeight], list
                 f"({reason_of(problem)})",
                 "config.json and the weights do not belong together",
             ) from problem
+        if quantisation(module.config) is not None:
+            unused = [name for name in unused if not changes_nothing(name, fields.codes[name])]
         storages = storages_of(module, fields, spec.name) if fields.storages else {}
         (scales, _), (zeros, _) = others
         own = Fields(readers, scales, zeros, storages)
@@ -284,7 +305,7 @@ def _checkpoint_source(
     told = description.names.stored if description.names is not None else str
     method, lent = quantisation(module.config), description.draft_tensors
     unused = [name for name in unused if lent is None or not lent.search(name)]
-    if unused and method is None:
+    if unused:
         _log.warning(
             "%s in the weights of %s will not be used, first %s: not in the model that config.json "
             "describes",

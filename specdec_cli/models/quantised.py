@@ -7,6 +7,7 @@ codes of neighbouring columns into words, in a special order
 (https://github.com/casper-hansen/AutoAWQ). compressed-tensors packs codes along a row.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import partial
@@ -111,11 +112,22 @@ def _matrices(
 def _check_rest(
     names: Collection[str], found: dict[str, tuple[Matrices, Names]], model: str
 ) -> None:
-    """Raise `SetupError` if a quantised matrix has an unknown tensor."""
+    """Raise `SetupError` if a quantised matrix has an unknown tensor, or if activations have scales
+    that would have to divide them."""
     used = {part for _, own in found.values() for part in own.values()}
     paths = {matrix.rpartition(".")[0] for matrix in found if matrix.endswith(".weight")}
     rest = [n for n in names if n not in used and not n.endswith(".bias")]
     known = _OF_ACTIVATIONS + _OF_CACHES
+    if any(group.form == AWQ for group, _ in found.values()):
+        # AWQ moves scales from a matrix into the activation before it, if no norm or matrix can
+        # take them up. The activation has no other tensor.
+        held = Counter(n.rpartition(".")[0] for n in names)
+        alone = [n for n in rest if n.endswith(".scales") and held[n.rpartition(".")[0]] == 1]
+        if alone:
+            raise SetupError(
+                f"{one_line(min(alone))} of {model} scales activations, which is not supported",
+                "take the checkpoint that it was made from",
+            )
     unknown = [n for n in rest if not n.endswith(known) and n.rpartition(".")[0] in paths]
     if unknown:
         raise SetupError(
@@ -363,6 +375,14 @@ def no_scales(name: str, names: Iterable[str]) -> str:
     if others:
         return f"its scales have a name that is not read: {one_line(others[0])}"
     return "its scales are missing"
+
+
+def changes_nothing(name: str, read: Read) -> bool:
+    """Return True if a tensor that no module reads does not change the text: a scale of activations
+    or caches, or a bias of zeros, which GPTQ stores for matrices without a bias."""
+    if name.endswith(_OF_ACTIVATIONS + _OF_CACHES):
+        return True
+    return name.endswith(".bias") and not bool(read().float().any())
 
 
 def plain_names(names: Collection[str], settings: Settings, model: str) -> list[str]:

@@ -4,15 +4,21 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from specdec_cli import plugin
+from specdec_cli.acceptance.base import AcceptanceRule
+from specdec_cli.core.candidates import Candidates, TargetOutput, Verdict
+from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.plan import plan
+from specdec_cli.errors import UsageError
+from specdec_cli.plugged import PluggedPolicy, PluggedRule, WatchedOptions, built
 from specdec_cli.recipe import load_recipe
 from specdec_cli.recipe.choices.registry import METHODS, POLICIES, RULES
 from tests.cli.generate_helpers import ROOT, Result
@@ -182,6 +188,37 @@ def test_options_that_no_plugin_reads_are_refused(
     assert found.code == (0 if key == "count" else 2)
 
 
+READS: dict[str, Callable[[Any], object]] = {
+    "items": lambda options: [*options.items()],
+    "values": lambda options: [*options.values()],
+    "keys": lambda options: [*options.keys()],
+    "setdefault": lambda options: options.setdefault("most", 8),
+    "copy": lambda options: options.copy(),
+    "or": lambda options: {"count": 3} | options,
+    "or it": lambda options: options | {"count": 3},
+    "stars": lambda options: {**options},
+    "pop": lambda options: options.pop("most"),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_options_are_read_in_every_way_that_a_dict_has(name: str) -> None:
+    options = WatchedOptions({"most": 1})
+    with pytest.raises(UsageError, match=r"options\.most: no plugin reads this key"):
+        options.refuse_unknown()
+    found = READS[name](options)
+    options.refuse_unknown()
+    assert found in ([("most", 1)], [1], ["most"], 1, {"most": 1}, {"count": 3, "most": 1})
+
+
+def test_a_default_that_a_plugin_sets_is_no_key_of_the_recipe() -> None:
+    options = WatchedOptions({"most": 1})
+    assert (options.setdefault("count"), options.setdefault("least", 2)) == (None, 2)
+    with pytest.raises(UsageError, match=r"options\.most: no plugin") as caught:
+        options.refuse_unknown()
+    assert caught.value.hint == "keys that plugins read: count, least"
+
+
 def test_options_without_a_plugin_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     found = specdec(capsys, "generate", "demo", *SHORT, "--set", "speculation.options.most=1")
     assert found.code == 2 and "are for plugins" in json.loads(found.out)["error"]["message"]
@@ -339,6 +376,43 @@ def test_classes_that_need_nothing_have_no_constructor(
     assert found.document["metrics"]["num_draft_tokens"] >= 2
 
 
+def test_classes_that_inherit_and_need_nothing_have_no_constructor(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Python gives protocols a constructor. A command makes a rule and a policy several times."""
+    code = (
+        "from specdec_cli.acceptance.base import AcceptanceRule\n"
+        "from specdec_cli.lengths.base import LengthPolicy\n"
+        f"{HEAD}@policy('whole')\nclass Whole(LengthPolicy): pass\n"
+        "@rule('none')\nclass Nothing(AcceptanceRule):\n"
+        "    def decide(self, candidates, target, params, noise):\n"
+        "        best = target.logits.argmax(-1)\n"
+        "        return Verdict(best, torch.zeros_like(candidates.lens))\n"
+    )
+    plugged = ("--plugin", written(tmp_path, code), "--set", "speculation.length.policy=whole")
+    found = specdec(
+        capsys, "generate", "demo", *SHORT, *plugged, "--set", "speculation.acceptance=none"
+    )
+    assert tokens(found) == tokens(specdec(capsys, "generate", "demo", "-k", "0", *SHORT))
+    assert found.document["metrics"]["num_accepted_tokens"] == 0
+
+
+def test_a_constructor_behind_a_protocol_is_called() -> None:
+    class Given:
+        def __init__(self, given: str) -> None:
+            self.given = given
+
+    class Mine(AcceptanceRule, Given):
+        pass
+
+    class Bare(AcceptanceRule):
+        pass
+
+    for _ in range(2):
+        assert built(Mine, "this").given == "this"
+        assert isinstance(built(Bare, "this"), Bare)
+
+
 BAD_RULES = {
     "return None": "acceptance mine: decide should return a Verdict, not None",
     "return Verdict(candidates.token_ids, candidates.lens)": (
@@ -357,6 +431,75 @@ def test_bad_rules_get_one_line(
     assert refusal(capsys, tmp_path, "rule", body_of, *chosen) == BAD_RULES[body]
 
 
+@pytest.mark.parametrize("accepted", ["candidates.lens + 1", "lens * 0 + 5", "lens * 0 - 3"])
+@pytest.mark.parametrize("more", [(), ("-k", "1"), ("--temperature", "1")])
+def test_a_rule_that_accepts_more_than_was_proposed_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, accepted: str, more: tuple[str, ...]
+) -> None:
+    """The text before is written with what could be accepted, and then the run ends."""
+    body = (
+        "def decide(self, candidates, target, params, noise):\n        lens = candidates.lens\n"
+        f"        return Verdict(target.logits.argmax(-1), {accepted})"
+    )
+    chosen = ("--set", "speculation.acceptance=mine", *more)
+    message = refusal(capsys, tmp_path, "rule", body, *chosen)
+    told = r"acceptance mine: [1-9]\d* of the num_accepted that decide returned are outside 0..lens"
+    assert re.fullmatch(told, message), message
+
+
+def test_counts_of_accepted_tokens_are_clamped_until_the_run_ends() -> None:
+    """-1 and -2 say whose logits are not finite."""
+
+    class Mine:
+        def decide(self, *_: object) -> Verdict:
+            return Verdict(ids, torch.tensor([2, 3, -1, -2, -3]))
+
+    ids = torch.zeros(5, 4, dtype=torch.int64)
+    candidates = Candidates(ids[:, 1:], torch.tensor([2, 1, 3, 3, 3]))
+    rule = PluggedRule("mine", Mine())
+    rule.check()
+    target = TargetOutput(torch.zeros(5, 4, 8))
+    for times in (1, 2):
+        for _ in range(times):
+            found = rule.decide(candidates, target, SamplingParams(), None)
+            assert found.num_accepted.tolist() == [2, 1, -1, -2, 0]
+        with pytest.raises(UsageError, match=f"^acceptance mine: {2 * times} of the num_acc"):
+            rule.check()
+        rule.check()
+
+
+LOSSY = {
+    "it inherits": "class Mine(AcceptanceRule): pass",
+    "it draws nothing": "class Mine: draws_when_greedy = False",
+    "it has no remark": "class Mine: remark = None",
+    "it says so": "class Mine: is_lossless, draws_when_greedy = False, False",
+}
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_rule_is_lossy_unless_it_says_otherwise(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, temperature: float
+) -> None:
+    """Greedy decoding keeps the label too, and losslessness cannot be checked."""
+    inherits = "from specdec_cli.acceptance.base import AcceptanceRule\n"
+    file = written(tmp_path, f"{inherits}{HEAD}@rule('mine')\n{LOSSY[name]}\n")
+    plugin.load(str(file))
+    sets = {"speculation.acceptance": "mine", "sampling.temperature": temperature}
+    said = "the text may not follow the target's distribution"
+    assert plan(load_recipe("demo", sets)).remark == said
+    chosen = ("--plugin", file, "--set", "speculation.acceptance=mine", "--check-lossless")
+    found = specdec(capsys, "generate", "demo", *SHORT, *chosen, "--temperature", str(temperature))
+    assert found.code == 2
+    message = json.loads(found.out)["error"]["message"]
+    assert message == f"--check-lossless: acceptance is mine: {said}"
+
+
+def test_a_rule_that_says_that_it_is_lossless_has_no_label(tmp_path: Path) -> None:
+    plugin.load(str(written(tmp_path, f"{HEAD}@rule('mine')\nclass Mine: is_lossless = True\n")))
+    assert plan(load_recipe("demo", {"speculation.acceptance": "mine"})).remark is None
+
+
 BAD_POLICIES = {
     "def lengths(self, k): return [k + 1]": "length policy mine: lengths should be integers in "
     "0..4, but are [5]",
@@ -369,6 +512,31 @@ BAD_POLICIES = {
         "length policy mine: caps should be [1] int64, but is [1] float32"
     ),
 }
+
+
+BAD_POLICIES |= {
+    f"def stop(self, token, logits): {code}": f"length policy mine: stop {told}"
+    for code, told in {
+        "raise ValueError('boom')": "raised ValueError: boom",
+        "return None": "should be [1] bool, but is NoneType",
+        "return token": "should be [1] bool, but is [1] int64",
+        "return logits[:, :2] > 0": "should be [1] bool, but is [1, 2] bool",
+    }.items()
+}
+
+
+def test_doubts_of_a_bad_policy_get_one_line() -> None:
+    class Mine:
+        def doubt(self, confidence: torch.Tensor) -> torch.Tensor:
+            return confidence[:1] < 1 / (len(confidence) - 3)
+
+    doubt = PluggedPolicy("mine", Mine()).doubt
+    assert doubt is not None and doubt(torch.zeros(1)).tolist() == [False]
+    with pytest.raises(UsageError, match=r"^length policy mine: doubt should be \[2\] bool, but"):
+        doubt(torch.zeros(2))
+    with pytest.raises(UsageError, match=r"^length policy mine: doubt raised ZeroDivisionError: "):
+        doubt(torch.zeros(3))
+    assert PluggedPolicy("mine", object()).stop is None
 
 
 @pytest.mark.parametrize("body", BAD_POLICIES)

@@ -177,6 +177,7 @@ def mixed_settings() -> Any:
     return {"quant_method": "compressed-tensors", "format": "mixed-precision"} | groups
 
 
+HADAMARD = {"config_groups": {"v": {"type": "hadamard", "apply": [{"location": "input"}]}}}
 NO_ZEROS = {"symmetric": False}
 G32 = {"group_size": 32}
 GPTQ = gptq_settings(4, 32, True), gptq(4, 32, sym=True)
@@ -247,8 +248,10 @@ def described(folder: Path, weights: str = "stored", rank: int = 0, size: int = 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("name", STORED)
-def test_numbers_are_those_that_the_format_means(name: str, family: str, tmp_path: Path) -> None:
-    """Stored and dequantised, whole and in a rank's part."""
+def test_numbers_are_those_that_the_format_means(
+    name: str, family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Stored and dequantised, whole and in a rank's part. No tensor is told to be without use."""
     wide = {"moe_intermediate_size": 64} if family == "qwen3_moe" else {}
     folder = store(tmp_path, family, *STORED[name], **wide)
     want = dict(load(described(tmp_path / "plain", "auto"), CPU).named_parameters())
@@ -266,6 +269,7 @@ def test_numbers_are_those_that_the_format_means(name: str, family: str, tmp_pat
         assert parameters.keys() == want.keys()
         for key, parameter in parameters.items():
             assert torch.equal(plain_weight(parameter), want[key]), key
+    assert "will not be used" not in caplog.text
     if family == "qwen3_moe":
         return
     half = described(folder, rank=1, size=2)
@@ -428,6 +432,46 @@ def test_what_does_not_fit_is_refused_by_the_tensor_s_name(
         assert caught.value.code == ExitCode.ENVIRONMENT
 
 
+def add(folder: Path, tensors: Tensors) -> None:
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+
+
+def test_scales_of_activations_are_refused_by_name(tmp_path: Path) -> None:
+    """AWQ divides activations by them, where nothing before can take them up."""
+    folder, name = store(tmp_path, "llama", *AWQ), "model.layers.0.mlp.act.scales"
+    add(folder, {name: torch.full((128,), 2.0)})
+    for weights in ("stored", "dequantise"):
+        with pytest.raises(SetupError, match=f"^{name} of .* scales activations") as caught:
+            load(described(folder, weights), CPU)
+        assert caught.value.code == ExitCode.ENVIRONMENT
+
+
+@pytest.mark.parametrize("weights", ["stored", "dequantise"])
+@pytest.mark.parametrize("name", ["gptq", "awq", "packed", "int8", "mxfp4", "modelopt"])
+def test_tensors_without_use_are_told_unless_they_change_nothing(
+    name: str, weights: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = store(tmp_path, "llama", *STORED[name])
+    caches = {f"model.layers.0.self_attn.{x}_scale": torch.ones(1) for x in "kv"}
+    add(folder, caches | {f"{NAMED}.bias": torch.zeros(128), f"{NAMED}.input_scale": torch.ones(1)})
+    load(described(folder, weights), CPU)
+    assert "will not be used" not in caplog.text
+    add(folder, {f"{NAMED}.bias": torch.ones(128), "model.layers.0.other": torch.ones(1)})
+    load(described(folder, weights), CPU)
+    said = [one for one in caplog.messages if "will not be used" in one]
+    assert len(said) == 1 and said[0].startswith("2 tensors in the weights of ")
+    assert "first model.layers.0.other: not in the model" in said[0]
+
+
+def test_a_config_that_lists_no_transforms_is_read(tmp_path: Path) -> None:
+    settings, write = STORED["int8"]
+    folder = store(tmp_path, "llama", settings, write)
+    for transforms in (None, {}, {"config_groups": {}}):
+        describe_as(folder, settings | {"transform_config": transforms})
+        assert described(folder).notes["weights"].endswith("as stored")
+
+
 def changed(settings: Any, **weights: Any) -> Any:
     group = settings["config_groups"]["group_0"]
     return settings | {
@@ -454,6 +498,10 @@ def changed(settings: Any, **weights: Any) -> Any:
         (changed(PACKED[0], actorder="else"), "actorder is 'else'"),
         (changed(STORED["mxfp4"][0], group_size=16), "group_size is 16"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'"),
+        (
+            STORED["int8"][0] | {"transform_config": HADAMARD},
+            "transform_config is {'config_groups'",
+        ),
     ],
     ids=str,
 )

@@ -568,6 +568,45 @@ def test_modules_of_a_float8_checkpoint(target: Path, tmp_path: Path, weights: s
     assert sum(sum(s.accepted_per_round) for s in mine) > 5
 
 
+def test_a_config_names_modules_as_the_file_does(target: Path, tmp_path: Path) -> None:
+    """Layer 0 of the target stays plain. The module, which is a layer 0 here, does not."""
+    folder = shutil.copytree(target, tmp_path / "fp8")
+    tensors = load_file(folder / "model.safetensors")
+    kept = {n: t for n, t in tensors.items() if re.match(r"model[.]layers[.]0[.].*_proj", n)}
+    left = [name.removesuffix(".weight") for name in kept]
+    plain = store_fp8(folder, compressed("channel") | {"ignore": left}, "_scale", (1, 0))
+    for place in (folder, plain):
+        tensors = load_file(place / "model.safetensors")
+        for name in kept:
+            tensors.pop(f"{name}_scale", None)
+        save_file(tensors | kept, place / "model.safetensors", metadata={"format": "pt"})
+    mine, wanted = (run(planned(p, 3), prompts_of(target)) for p in (folder, plain))
+    assert [s.output_ids for s in mine] == [s.output_ids for s in wanted]
+    assert list(map(rounds_of, mine)) == list(map(rounds_of, wanted))
+    assert sum(sum(s.accepted_per_round) for s in mine) > 5
+
+
+def test_a_module_has_the_format_of_its_own_group(target: Path, tmp_path: Path) -> None:
+    """Layer 0 of the target is in int8, and all else in float8."""
+    folder = shutil.copytree(target, tmp_path / "mixed")
+    whole, eight = compressed("channel"), {"num_bits": 8, "type": "int", "symmetric": True}
+    rest = whole["config_groups"]["group_0"] | {"format": "float-quantized"}
+    first = {"targets": [r"re:model[.]layers[.]0[.]"], "format": "int-quantized"}
+    first |= {"weights": eight | {"strategy": "channel"}}
+    groups = {"config_groups": {"group_0": rest, "group_1": first}}
+    plain = store_fp8(folder, whole | groups, "_scale", (1, 0))
+    stored, numbers = (load_file(place / "model.safetensors") for place in (folder, plain))
+    for name in [n for n in stored if re.match(r"model[.]layers[.]0[.].*_proj.*weight$", n)]:
+        scales = numbers[name].abs().amax(1, keepdim=True) / 127
+        stored[name] = (numbers[name] / scales).round().to(torch.int8)
+        stored[f"{name}_scale"], numbers[name] = scales, stored[name].float() * scales
+    for place, tensors in ((folder, stored), (plain, numbers)):
+        save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+    mine, wanted = (run(planned(p, 3), prompts_of(target)) for p in (folder, plain))
+    assert [s.output_ids for s in mine] == [s.output_ids for s in wanted]
+    assert list(map(rounds_of, mine)) == list(map(rounds_of, wanted))
+
+
 def test_modules_of_mimo_s_float8_checkpoint(mimo: Path, tmp_path: Path) -> None:
     """As published: the matrices in ignored_layers and each eh_proj stay plain."""
     folder = shutil.copytree(mimo, tmp_path / "fp8")

@@ -133,11 +133,12 @@ def test_plain_decoding_proposes_nothing() -> None:
 
 
 def test_a_rule_is_remarked_on_where_it_changes_text() -> None:
-    """Given rates are drawn in greedy decoding too."""
+    """Given rates are drawn in greedy decoding too, and typical acceptance then keeps the text."""
     given = {"speculation.synthetic_acceptance_length": 2.0}
     for rule, more, temperature, is_told in (
         ("synthetic", given, 0.0, True),
         ("typical", {}, 1.0, True),
+        ("typical", {}, 0.0, False),
         ("rejection", {}, 1.0, False),
     ):
         sets = {"run.device": "cpu", "speculation.acceptance": rule, **more}

@@ -69,6 +69,21 @@ def test_a_first_token_is_compared_with_a_pass_over_the_prompt(length: int, widt
     assert engine.asked == [(prompt, 1), (prompt, width)]
 
 
+@pytest.mark.parametrize("tokens", [[0, 0], [0, 0, 0, 0], []])
+def test_a_text_that_ends_early_or_runs_on_is_no_near_tie(tokens: list[int]) -> None:
+    """Both texts end by the same rules. It stays so beside a text that parts at a near-tie."""
+    found, engine = checked("bfloat16", 0.1, tokens)
+    assert engine.asked == [] and found.largest_gap is None and not found.passed
+    assert (found.num_diverging, found.num_near_ties, found.num_unexplained) == (1, 0, 1)
+    assert found.diverging[0]["gap"] is None and found.diverging[0]["position"] == len(tokens[:3])
+    assert check_line(found) == (
+        "not lossless: 1 of 1 texts diverge in bfloat16, 1 of them without a near-tie"
+    )
+    found, _ = checked("bfloat16", 0.1, tokens, [0, 1, 0])
+    assert (found.num_diverging, found.num_near_ties, found.num_unexplained) == (2, 1, 1)
+    assert not found.passed and found.largest_gap == pytest.approx(0.1)
+
+
 def test_divergences_of_every_point_are_looked_at() -> None:
     """Each of two points has 20 divergences, and 16 of each are looked at."""
     engine, check = Fixed(0.1), LosslessCheck("bfloat16")
