@@ -248,6 +248,29 @@ def test_the_page_through_sweep_and_report(
 
 
 @pytest.mark.usefixtures("no_pictures")
+def test_shards_of_a_plugins_method_are_merged(
+    capsys: pytest.CaptureFixture[str], page: dict[str, Path], tmp_path: Path
+) -> None:
+    folders = [tmp_path / "0", tmp_path / "1"]
+    chosen = ("sweep-k", "demo", "--draft", "echo", "--plugin", page["echo"], "--k", "0,2")
+    short = ("--limit", "2", "--max-new-tokens", "8", "--set", "run.repeats=1")
+    for i, folder in enumerate(folders):
+        assert specdec(capsys, *chosen, *short, "--shard", f"{i}/2", "-o", folder).code == 0
+    plugin.LOADED.clear()
+    METHODS.pop("echo")
+    refused = specdec(capsys, "merge", *folders, "-o", tmp_path / "refused", "--json")
+    assert refused.code == 2 and "a plugin's needs --plugin" in refused.err
+    merge = ("merge", *folders, "--plugin", page["echo"], "-o", tmp_path / "whole", "--json")
+    found = specdec(capsys, *merge)
+    assert found.code == 0, found.err
+    assert [(p["draft"], p["k"], p["status"]) for p in found.document["points"]] == [
+        (None, 0, "ok"),
+        ("echo", 2, "ok"),
+    ]
+    assert found.document["recipe"]["speculation"]["method"] == "echo"
+
+
+@pytest.mark.usefixtures("no_pictures")
 def test_the_pages_rule_through_sweep_and_report_stays_labelled(
     capsys: pytest.CaptureFixture[str], page: dict[str, Path], tmp_path: Path
 ) -> None:
