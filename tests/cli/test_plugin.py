@@ -289,6 +289,31 @@ def test_the_pages_rule_through_sweep_and_report_stays_labelled(
     assert "likeliest tokens stands" in (folder / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("no_pictures")
+def test_arms_after_one_without_a_forecast_are_predicted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Proposals with probabilities of their own are not replayed, so such an arm has none."""
+    code = (
+        f"{HEAD}@method('dense')\nclass Dense:\n    def propose(self, state, draft):\n"
+        "        ids = state.tail[:, -1:].long().expand(-1, draft.k).contiguous()\n"
+        "        q = torch.nn.functional.one_hot(ids, draft.vocab_size).float()\n"
+        "        return Candidates(ids, draft.caps, q=q)\n"
+    )
+    found = specdec(
+        capsys,
+        *("sweep-k", "demo", "--plugin", written(tmp_path, code), "--draft", "dense"),
+        *("--draft", "demo:draft", "--k", "0-2", "--limit", "4", "--max-new-tokens", "8"),
+        *("--set", "run.repeats=1", "--predict-only", "--json"),
+    )
+    assert found.code == 0, found.err
+    predicted = {(p["draft"], p["k"]): p["predicted_speedup"] for p in found.document["points"]}
+    assert predicted[None, 0] == 1.0 and predicted["demo:draft", 1] > 0
+    assert predicted["dense", 1] is None
+    assert next(iter(predicted)) == (None, 0)
+    assert found.document["best"]["k"] is not None
+
+
 HEAD = """
 import torch
 from specdec_cli.core.candidates import Candidates, Verdict
