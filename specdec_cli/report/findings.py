@@ -57,6 +57,11 @@ class Finding:
         return self.recorded is not None and self.verdict == "inconclusive"
 
     @property
+    def advised(self) -> Point | None:
+        """The best point; None if the evidence is inconclusive, so that nothing is advised."""
+        return None if self.is_open else self.point
+
+    @property
     def by_category(self) -> Mapping[str, Best]:
         """The run's own recommendation for each category."""
         return self.recorded.per_category if isinstance(self.recorded, Best) else {}

@@ -3,6 +3,7 @@
 import importlib.util
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from specdec_cli.core.figures import Rate
 from specdec_cli.core.types import Request
@@ -44,6 +46,7 @@ from specdec_cli.experiment.load.points import (
     scored,
 )
 from specdec_cli.recipe.objectives import objective
+from specdec_cli.report.drawings.load import draw_load
 from specdec_cli.report.findings import Finding, answer, best_by_batch_size, headline
 from specdec_cli.report.folder import ReportedRun
 from specdec_cli.terminal.sweep import _crossover_line
@@ -576,6 +579,17 @@ def told(levels: tuple[int, ...], overloaded: tuple[int, ...] = ()) -> list[str]
     run, found = reported(levels, overloaded)
     lists = [found] * 2, [found, found, NO_RATE]
     return [answer(run, found), *(headline(run, one) for one in lists)]
+
+
+@pytest.mark.parametrize(("verdict", "panels"), [("use", 2), ("inconclusive", 1)])
+def test_a_guess_is_not_drawn_as_recommended(verdict: str, panels: int) -> None:
+    run, found = reported((100, 70, 50))
+    best = replace(found, recorded=found.recorded.model_copy(update={"verdict": verdict}))  # type: ignore[union-attr]
+    figure = Figure()
+    assert draw_load(figure, run, [best])
+    titles = [axis.get_title() for axis in figure.axes]
+    assert titles == ["mean time of a request, ms", "recommended k"][:panels]
+    assert len(figure.axes[0].lines) == 3, "a line for each k"
 
 
 NO_RATE = Finding(points_of({0: wave(100.0)}, {})[0][0], None)
