@@ -136,7 +136,7 @@ def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
             "vLLM with dynamic speculation."
         )
         if undecided:
-            notes[-1] += " It holds k = 0 for the sizes that were not decided."
+            notes[-1] += " The schedule has k = 0 for the sizes that were not decided."
     if largest.is_predicted:
         notes.append("This k was predicted and not measured: sweep it before relying on it.")
     if not all(best.recorded is not None for best in decided):
