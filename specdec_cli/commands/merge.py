@@ -22,6 +22,7 @@ Folders = Annotated[
 def merge(
     ctx: typer.Context,
     folders: Folders,
+    plugin: options.Plugins = None,
     output: options.Output = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -38,6 +39,7 @@ def merge(
         raise UsageError("merge needs an output folder", "name a new one with -o DIR")
     set_up_logging(verbose=verbose)
     check_room("numpy", NUMPY_MIB)
+    options.load_plugins(plugin)  # first, since the shards' recipe may name plugins' methods
     with waiting("merging", quiet=quiet):
         from specdec_cli.experiment.folders.settings_file import unsaid
         from specdec_cli.experiment.sweep.merge import merge_folders

@@ -12,9 +12,8 @@ from specdec_cli.experiment.statistics.evidence import NEGLIGIBLE, minutes_in_wo
 from specdec_cli.report.findings import (
     Finding,
     fastest_with_proposals,
-    interval_in_words,
+    gain_in_words,
     setting_in_words,
-    times,
 )
 from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.vllm import Deployment
@@ -44,8 +43,9 @@ def card(
     name = "Recommended" if best.verdict == "use" else "Fastest with proposals"
     if shown is not None:
         found.append((name, f"{setting_in_words(run, shown)}, {shown.level_in_words}"))
-        if (gain := shown.speedup or shown.predicted_speedup) is not None:
-            found.append(("Gain", f"{times(gain)}{interval_in_words(shown.speedup_ci)}"))
+        if gain := gain_in_words(shown):
+            how = "predicted to be " if shown.is_predicted else ""
+            found.append(("Gain", f"{how}{gain}"))
         found += [("Memory", told) for told in _memory(run, shown)]
     if deployment is not None and not best.is_open:
         found.append(("vLLM", deployment.command))

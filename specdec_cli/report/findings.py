@@ -3,9 +3,8 @@
 If the run was cut short, it recorded no conclusions, so only its points are used.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from statistics import fmean
 
 from specdec_cli.errors import Notice
@@ -55,6 +54,11 @@ class Finding:
     def is_open(self) -> bool:
         """True if the evidence is inconclusive, so that the best point is not a recommendation."""
         return self.recorded is not None and self.verdict == "inconclusive"
+
+    @property
+    def advised(self) -> Point | None:
+        """The best point; None if the evidence is inconclusive, so that nothing is advised."""
+        return None if self.is_open else self.point
 
     @property
     def by_category(self) -> Mapping[str, Best]:
@@ -166,18 +170,23 @@ def _is_named(point: Point, best: Best | BestPair | Fastest) -> bool:
     return point.k == best.k and (point.is_baseline or point.draft == best.draft)
 
 
-_measured = attrgetter("speedup")
-
-
 def _speed(point: Point) -> float:
     """Return a point's decoding speed in tokens/s; 0 if it is unknown."""
     return point.number("decode_tokens_per_second") or 0.0
 
 
 def _gain(point: Point) -> float:
-    """Return a point's measured speed-up, or else the predicted one; 0 if neither is known."""
-    found = point.predicted_speedup if point.speedup is None else point.speedup
+    """Return a point's measured speed-up, or the predicted one if the point was not to be measured;
+    0 if it is unknown."""
+    found = point.predicted_speedup if point.is_predicted else point.speedup
     return found or 0.0
+
+
+def _gain_interval(point: Point) -> Sequence[float] | None:
+    """Return the interval of the speed-up that `_gain` returns; None if there is none."""
+    if not point.is_predicted:
+        return point.speedup_ci
+    return point.prediction.speedup_ci if point.prediction is not None else None
 
 
 def _named(k: int, draft: str | None) -> str:
@@ -187,9 +196,9 @@ def _named(k: int, draft: str | None) -> str:
 
 def _fastest(run: ReportedRun, every: Sequence[Point]) -> Finding:
     # Compare tokens/s in compare-tp, where each target TP has its own baseline for speed-ups.
-    gain = _speed if run.is_comparison else _measured
+    gain = _speed if run.is_comparison else _gain
     known = [p for p in every if p.is_ok and gain(p)]
-    fastest = max(known, key=lambda p: (gain(p) or 0.0, -p.k), default=None)
+    fastest = max(known, key=lambda p: (gain(p), -p.k), default=None)
     return Finding(every[0], fastest)
 
 
@@ -213,6 +222,13 @@ def interval_in_words(interval: Sequence[float] | None) -> str:
     return f" (95 % interval {interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
 
 
+def gain_in_words(point: Point) -> str:
+    """Describe the speed-up that was measured at a point, or predicted for it, with its interval;
+    "" if it is unknown."""
+    gain = _gain(point)
+    return f"{times(gain)}{interval_in_words(_gain_interval(point))}" if gain else ""
+
+
 def answer(run: ReportedRun, best: Finding) -> str:
     """Describe the finding at one batch size in a sentence or two."""
     point = best.point
@@ -230,14 +246,16 @@ def answer(run: ReportedRun, best: Finding) -> str:
         told = "No point with proposals was measured."
         if any(p.load and p.load.overloaded for p in run.points if p.level == point.level and p.k):
             told = "Every point with proposals is overloaded."
-        if (second := fastest_with_proposals(run, best, _measured)) is not None:
-            gain = f"{times(_gain(second))}{interval_in_words(second.speedup_ci)}"
-            told = f"The best with proposals, {setting_in_words(run, second)}, is {gain}."
+        if (second := fastest_with_proposals(run, best)) is not None:
+            how = "is predicted to be" if second.is_predicted else "is"
+            what = setting_in_words(run, second)
+            told = f"The best with proposals, {what}, {how} {gain_in_words(second)}."
         return f"No speculation {at}: {why}. {told}"
     what = setting_in_words(run, point)
     fast = ""
-    if point.is_predicted and (predicted := point.predicted_speedup) is not None:
-        fast = f", predicted to be {times(predicted)} the speed of plain decoding"
+    if point.is_predicted:
+        fast = f", predicted to be {times(_gain(point))} the speed of plain decoding"
+        fast += interval_in_words(_gain_interval(point))
     if measured is not None:
         fast = f", {times(measured)} the speed of plain decoding"
         fast += interval_in_words(point.speedup_ci)
@@ -262,7 +280,7 @@ def _against_fastest(run: ReportedRun, best: Finding) -> str:
         return also
     if leader is point:
         return f" It is the fastest.{also}"
-    gain = f"{times(_gain(leader))}{interval_in_words(leader.speedup_ci)}"
+    gain = f"{'a predicted ' if leader.is_predicted else ''}{gain_in_words(leader)}"
     is_smaller = leader.draft == point.draft and point.k < leader.k
     why = "and it proposes less" if is_smaller else "which is not faster beyond chance"
     if leader.is_baseline:
@@ -270,26 +288,24 @@ def _against_fastest(run: ReportedRun, best: Finding) -> str:
     return f" It is tied with the fastest, {setting_in_words(run, leader)} at {gain}, {why}.{also}"
 
 
-def fastest_with_proposals(
-    run: ReportedRun, best: Finding, gain: Callable[[Point], float | None] = _gain
-) -> Point | None:
-    """Return the point with proposals that has the highest `gain` at the finding's batch size or
-    rate. In compare-tp, where each target TP has its own baseline, tokens/s are compared instead.
-    Returns None if no point with proposals has a gain."""
+def fastest_with_proposals(run: ReportedRun, best: Finding) -> Point | None:
+    """Return the point with proposals that has the highest measured or predicted speed-up at the
+    finding's batch size or rate. In compare-tp, where each target TP has its own baseline, tokens/s
+    are compared instead. Returns None if no point with proposals has a speed-up."""
     points = [p for p in run.points if p.level == best.at.level and not p.is_baseline]
-    by = _speed if run.is_comparison else gain
-    return max(filter(gain, points), key=lambda p: by(p) or 0.0, default=None)
+    by = _speed if run.is_comparison else _gain
+    return max(filter(_gain, points), key=by, default=None)
 
 
 def _is_within_chance(run: ReportedRun, best: Finding) -> bool:
-    """Return True if plain decoding was chosen although another point was measured as faster. This
-    happens if the difference may be due to chance."""
-    point, plain = fastest_with_proposals(run, best, _measured), best.point
+    """Return True if plain decoding was chosen although another point was measured, or predicted to
+    be, faster. This happens if the difference may be due to chance."""
+    point, plain = fastest_with_proposals(run, best), best.point
     if point is None or plain is None or best.recorded is None:
         return False
     if run.is_comparison:  # each target TP has its own baseline, so compare tokens/s
         return _speed(point) > _speed(plain)
-    return (point.speedup or 0.0) > 1
+    return _gain(point) > 1
 
 
 def headline(run: ReportedRun, bests: list[Finding]) -> str:

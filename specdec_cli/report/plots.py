@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from specdec_cli.errors import SetupError
+from specdec_cli.experiment.folders.records import Point
 from specdec_cli.report.content import Content, conclusion
 from specdec_cli.report.drawings.canvas import (
     STYLE,
@@ -21,7 +22,7 @@ from specdec_cli.report.drawings.lines import (
     draw_speeds,
     draw_speedup,
 )
-from specdec_cli.report.drawings.load import draw_load
+from specdec_cli.report.drawings.load import advised_by_rate, draw_load
 from specdec_cli.report.drawings.panels import axis_of
 from specdec_cli.report.drawings.rounds import draw_acceptance, draw_experts, draw_rounds
 from specdec_cli.report.drawings.rows import draw_categories, draw_comparisons
@@ -89,13 +90,12 @@ def drawing(
 # For each plot: a sentence that describes it, and the function that draws it.
 _DRAWINGS: Mapping[str, tuple[str, Callable[..., bool]]] = {
     "speedup": (
-        "Speed-up over plain decoding by {axis}, with 95 % intervals; a ring marks the "
-        "recommended point, a square the fastest if different.",
+        "Speed-up over plain decoding by {axis}, with 95 % intervals{marks}.",
         lambda f, c: draw_speedup(f, c.run, c.bests),
     ),
     "load": (
-        "Goodput, mean time from when a request is due to its end, and the recommended k, by "
-        "request rate; overloaded points are left out.",
+        "Goodput, mean time from when a request is due to its end{advised}, by request rate; "
+        "overloaded points are left out.",
         lambda f, c: draw_load(f, c.run, c.bests),
     ),
     "speeds": (
@@ -150,7 +150,12 @@ def plots(
     pictures: the file formats to draw each plot in.
     svg: whether to draw each plot as an SVG element for an HTML page as well.
     """
-    names = {"axis": axis_of(content.run), "point": content.category_point}
+    names = {
+        "axis": axis_of(content.run),
+        "point": content.category_point,
+        "marks": _marks(content),
+        "advised": ", and the recommended k" if advised_by_rate(content.bests) else "",
+    }
     found = [
         drawing(
             *(name, about.format_map(names), partial(draw, c=content), pictures),
@@ -160,3 +165,17 @@ def plots(
         for name, (about, draw) in _DRAWINGS.items()
     ]
     return [plot for plot in found if plot is not None]
+
+
+def _marks(content: Content) -> str:
+    """Explain the marks in the plot of speed-ups; "" if it has none. Plain decoding is a line of
+    that plot, and is not marked."""
+
+    def is_marked(point: Point | None) -> bool:
+        return point is not None and not point.is_baseline and point.speedup is not None
+
+    if any(is_marked(best.advised) for best in content.bests):
+        return "; a ring marks the recommended point, a square the fastest if different"
+    if any(is_marked(best.fastest) for best in content.bests):
+        return "; a square marks the fastest point"
+    return ""

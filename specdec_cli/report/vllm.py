@@ -105,14 +105,18 @@ def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
     decided = [b for b in found if not b.is_open]
     speculating = [b.point for b in decided if b.point is not None and not b.point.is_baseline]
     target = str(run.setting("target", "model") or "TARGET")
-    undecided = [f"{b.reason}." for b in found if b.is_open]
+    undecided = [
+        f"{f' at {b.at.level_in_words}' if len(found) > 1 else ''}: {b.reason}."
+        for b in found
+        if b.is_open
+    ]
     if not speculating:
         note = (
             "Nothing was faster than plain decoding beyond chance: start vLLM without a "
             "speculative config."
         )
         if undecided:
-            note = f"No recommendation: {' '.join(undecided)}"
+            note = " ".join(f"No recommendation{told}" for told in undecided)
         plain = next((b.point for b in decided), None)
         return deployed(None, plain, [note], sglang=_sglang(run, target, plain))
     # vLLM runs only one draft. Choose the one that is best at the smallest batch size, because
@@ -123,14 +127,16 @@ def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
     if config is None:
         return deployed(None, None, notes)
     rehearsal = _rehearsal(config, largest)
-    notes += [f"Not decided: {told}" for told in undecided]
-    if schedule := _schedule(decided, chosen.draft):
+    notes += [f"Not decided{told}" for told in undecided]
+    if schedule := _schedule(found, chosen.draft):
         config["num_speculative_tokens_per_batch_size"] = schedule
         notes.append(
             "The best k changes with batch size: the schedule holds [first, last, k] for the sizes "
             "measured, each up to the next one; raise the last bound to --max-num-seqs. It needs a "
             "vLLM with dynamic speculation."
         )
+        if undecided:
+            notes[-1] += " The schedule has k = 0 for the sizes that were not decided."
     if largest.is_predicted:
         notes.append("This k was predicted and not measured: sweep it before relying on it.")
     if not all(best.recorded is not None for best in decided):
@@ -186,13 +192,15 @@ def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any] | None, list
 
 def _schedule(bests: Sequence[Finding], draft: str | None) -> list[list[int]]:
     """Return the schedule of k: entries [first batch size, last batch size, k], sorted by batch
-    size. The schedule is empty if k is the same at all batch sizes, or if any point was measured at
-    a request rate instead of a batch size."""
-    ks = [
-        (best.point.batch_size, best.point.k)
-        for best in bests
-        if best.point is not None and (best.point.is_baseline or best.point.draft == draft)
-    ]
+    size. An inconclusive size has k = 0, because nothing is advised there. The schedule is empty if
+    k is the same at all batch sizes, or if any point was measured at a request rate instead of a
+    batch size."""
+    ks = []
+    for best in bests:
+        if best.is_open:
+            ks.append((best.at.batch_size, 0))
+        elif (point := best.point) is not None and (point.is_baseline or point.draft == draft):
+            ks.append((point.batch_size, point.k))
     if any(best.at.request_rate is not None for best in bests):
         return []
     changes = [(size, k) for i, (size, k) in enumerate(ks) if i == 0 or k != ks[i - 1][1]]

@@ -20,6 +20,7 @@ from specdec_cli.experiment.folders.conclusions import (
     Arm,
     Best,
     Comparison,
+    Crossover,
     Fastest,
 )
 from specdec_cli.experiment.folders.records import CategoryMetrics, Key, Pair, Point, Sample
@@ -229,8 +230,7 @@ def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> N
     by_rate: Mapping[str, Best] = document.get("best_by_request_rate", {})
     for best in by_rate.values():
         render.say(_judged(best), out)
-    if (at := document.get("crossover")) is not None and at.below and at.above:
-        told = f"speculation pays up to {at.below:g} requests/s, none from {at.above:g} on"
+    if (at := document.get("crossover")) is not None and (told := _crossover_line(at)):
         render.say(told, out)
     for batch_size, best in document["best_by_batch_size"].items():
         where = f"batch size {batch_size}: " if len(document["best_by_batch_size"]) > 1 else ""
@@ -243,6 +243,14 @@ def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> N
         render.say(about_tokens, out)
     if (check := document.get("lossless_check")) is not None:
         render.say(check_line(check), out)
+
+
+def _crossover_line(at: Crossover) -> str:
+    """Say up to which request rate speculation pays. "" if either rate is unknown, or if the
+    recommendations do not change only once, from speculation to plain decoding."""
+    if at.below is None or at.above is None or float(at.below) >= float(at.above):
+        return ""
+    return f"speculation pays up to {at.below:g} requests/s, none from {at.above:g} on"
 
 
 def load_table(points: Sequence[Point], width: int) -> Table | None:

@@ -285,6 +285,29 @@ def test_the_page_through_sweep_and_report(
 
 
 @pytest.mark.usefixtures("no_pictures")
+def test_shards_of_a_plugins_method_are_merged(
+    capsys: pytest.CaptureFixture[str], page: dict[str, Path], tmp_path: Path
+) -> None:
+    folders = [tmp_path / "0", tmp_path / "1"]
+    chosen = ("sweep-k", "demo", "--draft", "echo", "--plugin", page["echo"], "--k", "0,2")
+    short = ("--limit", "2", "--max-new-tokens", "8", "--set", "run.repeats=1")
+    for i, folder in enumerate(folders):
+        assert specdec(capsys, *chosen, *short, "--shard", f"{i}/2", "-o", folder).code == 0
+    plugin.LOADED.clear()
+    METHODS.pop("echo")
+    refused = specdec(capsys, "merge", *folders, "-o", tmp_path / "refused", "--json")
+    assert refused.code == 2 and "a plugin's needs --plugin" in refused.err
+    merge = ("merge", *folders, "--plugin", page["echo"], "-o", tmp_path / "whole", "--json")
+    found = specdec(capsys, *merge)
+    assert found.code == 0, found.err
+    assert [(p["draft"], p["k"], p["status"]) for p in found.document["points"]] == [
+        (None, 0, "ok"),
+        ("echo", 2, "ok"),
+    ]
+    assert found.document["recipe"]["speculation"]["method"] == "echo"
+
+
+@pytest.mark.usefixtures("no_pictures")
 def test_the_pages_rule_through_sweep_and_report_stays_labelled(
     capsys: pytest.CaptureFixture[str], page: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -301,6 +324,31 @@ def test_the_pages_rule_through_sweep_and_report_stays_labelled(
     assert said in [one["message"] for one in found.document["warnings"]]
     assert specdec(capsys, "report", folder).code == 0
     assert "likeliest tokens stands" in (folder / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_arms_after_one_without_a_forecast_are_predicted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Proposals with probabilities of their own are not replayed, so such an arm has none."""
+    code = (
+        f"{HEAD}@method('dense')\nclass Dense:\n    def propose(self, state, draft):\n"
+        "        ids = state.tail[:, -1:].long().expand(-1, draft.k).contiguous()\n"
+        "        q = torch.nn.functional.one_hot(ids, draft.vocab_size).float()\n"
+        "        return Candidates(ids, draft.caps, q=q)\n"
+    )
+    found = specdec(
+        capsys,
+        *("sweep-k", "demo", "--plugin", written(tmp_path, code), "--draft", "dense"),
+        *("--draft", "demo:draft", "--k", "0-2", "--limit", "4", "--max-new-tokens", "8"),
+        *("--set", "run.repeats=1", "--predict-only", "--json"),
+    )
+    assert found.code == 0, found.err
+    predicted = {(p["draft"], p["k"]): p["predicted_speedup"] for p in found.document["points"]}
+    assert predicted[None, 0] == 1.0 and predicted["demo:draft", 1] > 0
+    assert predicted["dense", 1] is None
+    assert next(iter(predicted)) == (None, 0)
+    assert found.document["best"]["k"] is not None
 
 
 HEAD = """

@@ -292,6 +292,39 @@ def test_shards_of_a_load_are_merged(capsys: pytest.CaptureFixture[str], tmp_pat
     assert twice.code == 2 and "has prompt" in twice.err
 
 
+def test_points_that_a_shard_lacks_are_compared_on_the_others_requests(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The first shard's machine is three times as slow, and was stopped before k = 2."""
+    plain, fast = FakeServer(k=0), FakeServer(k=2)
+    folders = [tmp_path / "0", tmp_path / "1"]
+    with running(plain, fast):
+        words = (*urls(plain, fast), "--request-rate", 200, "--set", "run.repeats=8")
+        for i, folder in enumerate(folders):
+            swept(capsys, *words, "--shard", f"{i}/2", "-o", folder)
+    for name in ("samples", "load", "points"):
+        for folder, is_kept, ms in ((folders[0], {0}, 300.0), (folders[1], {0, 2}, 100.0)):
+            file = folder / f"{name}.jsonl"
+            lines = [json.loads(one) for one in file.read_text().splitlines()]
+            changed = {"samples": {"e2el_ms": [ms]}, "load": {"overloaded": False}}.get(name, {})
+            kept = [one | changed for one in lines if one["k"] in is_kept]
+            file.write_text("".join(json.dumps(one) + "\n" for one in kept))
+    merged = specdec(capsys, "merge", *folders, "-o", tmp_path / "whole", "--json")
+    assert merged.code == 3, "prompts are missing"
+    again = specdec(capsys, "merge", tmp_path / "whole", "-o", tmp_path / "again", "--json")
+    for found in (merged, again):
+        assert point(found.document, 2, 200.0)["speedup"] == pytest.approx(1.0)
+        (told,) = (w for w in found.document["warnings"] if w["code"] == "points_lack_prompts")
+        assert told["message"].startswith("1 point lacks prompts")
+        assert told["message"].endswith("finish each shard with --resume, then merge again")
+    by_request = [
+        {s["request"]: s["index"] for s in samples(tmp_path / "whole") if s["k"] == k}
+        for k in (0, 2)
+    ]
+    assert list(by_request[0]) == list(range(32)) and list(by_request[1]) == list(range(16, 32))
+    assert by_request[1].items() <= by_request[0].items()
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -114,6 +114,51 @@ def test_inconclusive_runs_advise_nothing(tmp_path: Path) -> None:
     assert found.recommendation == [content.headline]
 
 
+@pytest.mark.parametrize(
+    ("verdicts", "schedule"),
+    [
+        ({1: "use", 8: "inconclusive"}, [[1, 7, 3], [8, 8, 0]]),
+        ({1: "inconclusive", 8: "use", 32: "use"}, [[1, 7, 0], [8, 32, 3]]),
+        ({1: "use", 8: "inconclusive", 32: "none"}, [[1, 7, 3], [8, 32, 0]]),
+        ({1: "use", 8: "inconclusive", 32: "use"}, [[1, 7, 3], [8, 31, 0], [32, 32, 3]]),
+    ],
+)
+def test_a_schedule_advises_no_k_where_nothing_was_decided(
+    verdicts: dict[int, str], schedule: list[list[int]], tmp_path: Path
+) -> None:
+    points = [p for p in sweep_points((0, 1, 3), [*verdicts]) if p["draft"] in (None, DRAFT)]
+    file = write_folder(tmp_path, points) / "summary.json"
+    bests = {
+        str(size): {
+            "k": 0 if verdict == "none" else 3, "draft": None if verdict == "none" else DRAFT,
+            "tied": [3], "verdict": verdict, "significant": verdict == "use", "reason": "its words",
+        }
+        for size, verdict in verdicts.items()
+    }  # fmt: skip
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"best_by_batch_size": bests}))
+    found = Content(read_folder(tmp_path)).deployment
+    assert found is not None and found.speculative_config is not None
+    assert found.speculative_config["num_speculative_tokens_per_batch_size"] == schedule
+    (size,) = (size for size, verdict in verdicts.items() if verdict == "inconclusive")
+    assert f"Not decided at batch size {size}: its words." in found.notes
+    assert any(
+        "The schedule has k = 0 for the sizes that were not decided" in one for one in found.notes
+    )
+
+
+def test_what_is_not_decided_names_its_batch_size(tmp_path: Path) -> None:
+    points = [p for p in sweep_points((0, 3), (1, 8)) if p["draft"] in (None, DRAFT)]
+    file = write_folder(tmp_path, points) / "summary.json"
+    best = {"k": 3, "draft": DRAFT, "tied": [3], "verdict": "inconclusive"}
+    bests = {size: best | {"reason": f"the words of {size}"} for size in ("1", "8")}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"best_by_batch_size": bests}))
+    found = Content(read_folder(tmp_path)).deployment
+    assert found is not None and found.notes == [
+        "No recommendation at batch size 1: the words of 1. "
+        "No recommendation at batch size 8: the words of 8."
+    ]
+
+
 def test_no_speculation_has_a_card_too(tmp_path: Path) -> None:
     card = dict(content_of(tmp_path, "none", k=0).card)
     assert card["Verdict"].startswith("no speculation") and card["vLLM"].endswith("org/target-8b")
@@ -170,7 +215,7 @@ def test_the_acceptance_that_would_change_a_verdict(
 
 
 SGLANG = {
-    "ngram": {"algorithm": "NGRAM"},
+    "ngram": {"algorithm": "NGRAM", "ngram-max-bfs-breadth": "1"},
     "eagle3": {"algorithm": "EAGLE3", "num-steps": "3", "eagle-topk": "1"},
     "mtp": {"algorithm": "NEXTN", "num-steps": "3", "eagle-topk": "1"},
     "dflash": {"algorithm": "DFLASH"},

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from specdec_cli.experiment.folders.conclusions import Best
 from specdec_cli.report.drawings.canvas import STYLE, lay_out, name_rows, picture_of
 from specdec_cli.report.drawings.lines import (
     draw_break_even,
@@ -19,7 +20,9 @@ from specdec_cli.report.drawings.rows import draw_categories, draw_comparisons
 from specdec_cli.report.findings import Finding
 from specdec_cli.report.folder import ReportedRun, read_folder
 from specdec_cli.report.memory import write_memory_picture
+from specdec_cli.report.plots import plots
 from tests.report_helpers import comparison_points, sweep_points, write_folder
+from tests.unit.test_card import content_of
 
 Figure: Any = pytest.importorskip("matplotlib.figure").Figure
 approx = pytest.approx
@@ -82,6 +85,25 @@ def test_lines_of_a_sweep(sweep: ReportedRun) -> None:
         if p.speedup and p.predicted_speedup
     ]
     assert lines_of(figure.axes[0])["draft-1b"][1] == approx(errors)
+
+
+def test_nothing_is_marked_as_recommended_without_a_verdict(
+    sweep: ReportedRun, tmp_path: Path
+) -> None:
+    own = sorted((p for p in sweep.points if p.draft and "1b" in p.draft), key=lambda p: p.k)
+    guess = Best(k=own[0].k, draft=own[0].draft, tied=[], reason="", verdict="inconclusive")
+    for fastest in own:
+        figure = Figure()
+        assert draw_speedup(figure, sweep, [Finding(own[0], own[0], guess, fastest=fastest)])
+        lines = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 1]
+        found = [(line.get_marker(), line.get_ydata()[0]) for line in lines]
+        assert found == [("s", fastest.speedup)]
+    for verdict, told in (
+        ("inconclusive", "intervals; a square marks the fastest point. Inconclusive at"),
+        ("use", "; a ring marks the recommended point, a square the fastest if different. Rec"),
+    ):
+        plot = plots(content_of(tmp_path / verdict, verdict), (), svg=False)[0]
+        assert (plot.name, told in plot.caption) == ("speedup", True), plot.caption
 
 
 def test_bars_of_a_sweep(sweep: ReportedRun) -> None:

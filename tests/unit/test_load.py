@@ -3,6 +3,7 @@
 import importlib.util
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from specdec_cli.core.figures import Rate
 from specdec_cli.core.types import Request
@@ -41,10 +43,13 @@ from specdec_cli.experiment.load.points import (
     crossover,
     load_warnings,
     points_at_rate,
+    scored,
 )
 from specdec_cli.recipe.objectives import objective
+from specdec_cli.report.drawings.load import draw_load
 from specdec_cli.report.findings import Finding, answer, best_by_batch_size, headline
 from specdec_cli.report.folder import ReportedRun
+from specdec_cli.terminal.sweep import _crossover_line
 from tests.cli.sweep_helpers import due_times
 
 POISSON = process_of("poisson")
@@ -477,6 +482,87 @@ def test_without_k_0_nothing_is_recommended() -> None:
     assert crossover({4.0: found}) == Crossover(below=4.0, above=None)
 
 
+def unlike(level: float, place: int, size: float) -> Callable[[int], float]:
+    """Times of requests that differ at random, and so from one k to the next."""
+    rng = np.random.default_rng(place)
+    times = level * np.exp(size * rng.standard_normal(160))
+    return lambda i: float(times[i])
+
+
+@pytest.mark.parametrize(
+    ("levels", "size", "objective", "verdict"),
+    [
+        ((100, 95, 102), 1.5, {}, "inconclusive"),
+        ((100, 95, 102), 1.5, {"e2el_ms": 100.0}, "inconclusive"),
+        ((100, 101, 102), 0.01, {}, "none"),
+        # Every request is as fast, and their time says nothing; nearly all meet the objective.
+        ((100, 101, 102), 0.01, {"e2el_ms": 1e3}, "none"),
+        # Latency rules out a gain, goodput does not: a half is met at every k, in turn.
+        ((100, 100, 100), 0.01, {"e2el_ms": 100.0}, "inconclusive"),
+        ((100, 95, 160), 0.01, {}, "use"),
+    ],
+)
+def test_noise_shows_nothing(
+    levels: tuple[int, ...], size: float, objective: dict[str, float], verdict: str
+) -> None:
+    times = {2 * i: unlike(float(level), i, size) for i, level in enumerate(levels)}
+    found = best_at_rate(*points_of(times, objective))
+    assert found.verdict == verdict, found.reason
+    assert (found.significant, bool(found.k)) == (verdict == "use",) * 2
+    assert found.needed is None
+    counts = crossover({4.0: found})
+    assert (counts.below, counts.above).count(None) == (2 if verdict == "inconclusive" else 1)
+    assert found.reason.endswith("so nothing is shown") == (verdict == "inconclusive")
+    assert found.reason.startswith("no speculation") == (verdict == "none")
+
+
+def test_plain_decoding_alone_shows_nothing() -> None:
+    """Neither do points that failed; overloaded ones show that they cannot keep up."""
+    alone = best_at_rate(*points_of({0: wave(100.0)}, {}))
+    assert (alone.k, alone.verdict) == (0, "inconclusive")
+    assert "no k but k = 0 was measured" in alone.reason
+    points, samples = points_of({0: wave(100.0), 2: wave(50.0)}, {})
+    lost = points[1].model_copy(update={"status": "failed", "load": None, "metrics": None})
+    assert best_at_rate([points[0], lost], samples).verdict == "inconclusive"
+    found = best_at_rate(*points_of({0: wave(100.0), 2: wave(50.0)}, {}, overloaded=(2,)))
+    assert (found.k, found.verdict) == (0, "none")
+
+
+def test_what_is_recommended_is_better_than_plain_decoding() -> None:
+    """k = 4 meets the objective more often than k = 0, but takes longer than k = 2, which is
+    neither better nor faster than k = 0."""
+    points, samples = points_of({0: wave(100.0), 2: wave(100.0), 4: wave(110.0)}, {"tpot_ms": 20.0})
+    # The blocks of an interval have 20 requests each. At k = 2 every other one has 8 slow requests.
+    slow = {
+        0: {*range(0, 160, 4)},
+        2: {i for i in range(160) if i % 40 < 8},
+        4: {*range(0, 160, 8)},
+    }
+    for key, of in samples.items():
+        for i, one in of.items():
+            of[i] = one.model_copy(update={"tpot_ms": [30.0 if i in slow[key.k] else 10.0]})
+    by_k = {one.point.k: one for one in scored(points, samples)}
+    assert by_k[4].is_better(by_k[0]) and by_k[2].is_faster(by_k[4])
+    assert not by_k[4].is_better(by_k[2])
+    assert not by_k[2].is_better(by_k[0]) and not by_k[2].is_faster(by_k[0])
+    found = best_at_rate(points, samples)
+    assert (found.k, found.verdict, found.significant) == (0, "inconclusive", False), found.reason
+    assert found.tied == [0, 2]
+
+
+@pytest.mark.parametrize(("level", "k"), [(100.0, 2), (97.0, 0)])
+def test_a_tied_k_that_pays_is_recommended(level: float, k: int) -> None:
+    """k = 4 is the fastest, but varies so much that it pushes out neither k = 2 nor k = 0."""
+    times = {
+        0: wave(level),
+        2: wave(97.0),
+        4: lambda i: wave(93.0)(i) * (1.5 if i % 40 < 20 else 0.5),
+    }
+    found = best_at_rate(*points_of(times, {}))
+    assert (found.k, found.tied) == (k, [0, 2, 4]), found.reason
+    assert found.verdict == ("use" if k else "inconclusive")
+
+
 def reported(levels: tuple[int, ...], overloaded: tuple[int, ...] = ()) -> tuple[Any, Finding]:
     """A run at one rate, and what a report finds in it."""
     times = {k: wave(float(level)) for k, level in zip((0, 2, 4), levels, strict=True)}
@@ -493,6 +579,17 @@ def told(levels: tuple[int, ...], overloaded: tuple[int, ...] = ()) -> list[str]
     run, found = reported(levels, overloaded)
     lists = [found] * 2, [found, found, NO_RATE]
     return [answer(run, found), *(headline(run, one) for one in lists)]
+
+
+@pytest.mark.parametrize(("verdict", "panels"), [("use", 2), ("inconclusive", 1)])
+def test_a_guess_is_not_drawn_as_recommended(verdict: str, panels: int) -> None:
+    run, found = reported((100, 70, 50))
+    best = replace(found, recorded=found.recorded.model_copy(update={"verdict": verdict}))  # type: ignore[union-attr]
+    figure = Figure()
+    assert draw_load(figure, run, [best])
+    titles = [axis.get_title() for axis in figure.axes]
+    assert titles == ["mean time of a request, ms", "recommended k"][:panels]
+    assert len(figure.axes[0].lines) == 3, "a line for each k"
 
 
 NO_RATE = Finding(points_of({0: wave(100.0)}, {})[0][0], None)
@@ -529,6 +626,20 @@ def test_crossover() -> None:
     assert of(r1=3, r4=2, r16=0, inf=0) == (4.0, 16.0)
     assert of(r1=3, r4=2, r16=None) == (4.0, None), "overloaded rates say nothing"
     assert of(r1=0, r4=0, inf=5) == (None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("below", "above", "told"),
+    [
+        (4.0, 16.0, "speculation pays up to 4 requests/s, none from 16 on"),
+        (4.0, 1.0, ""),
+        (None, 1.0, ""),
+    ],
+)
+def test_a_crossover_is_told_where_the_rates_are_in_order(
+    below: Rate | None, above: Rate | None, told: str
+) -> None:
+    assert _crossover_line(Crossover(below=below, above=above)) == told
 
 
 @pytest.mark.parametrize("levels", [(50, 100, 100), (100, 100, 50)], ids=["plain", "speculating"])

@@ -154,6 +154,23 @@ def test_prompts_that_are_decoded_together_are_one_observation(
     assert found_codes == told
 
 
+@pytest.mark.parametrize("kept", [1, 5, 11])
+@pytest.mark.parametrize("code", ["baseline_drift", "repeats_disagree"])
+def test_a_point_that_failed_early_hides_no_noise_of_the_others(code: str, kept: int) -> None:
+    samples = samples_of(quiet(5))
+    for of in samples.values():
+        for i, one in of.items():
+            times = list(one.decode_seconds)
+            if code == "repeats_disagree":
+                times[2] *= 1.12
+            elif i >= 14:
+                times = [1.4 * value for value in times]
+            of[i] = one.model_copy(update={"decode_seconds": times})
+    assert [one.code for one in noise_in(samples)] == [code]
+    samples[KEYS[2]] = {i: samples[KEYS[2]][i] for i in range(kept)}
+    assert [one.code for one in noise_in(samples)] == [code]
+
+
 def test_an_outlying_repeat_and_repeats_that_disagree_are_told() -> None:
     times = quiet(4)
     times[KEYS[0]][5][1] *= 2.6

@@ -810,9 +810,44 @@ def test_what_was_predicted_is_recommended_as_such(tmp_path: Path) -> None:
     assert found.rehearsal["synthetic_acceptance_length"] == 2.5
     assert any("predicted and not measured" in note for note in found.notes)
     assert content.category_point.startswith("k = ")  # of one that was measured
+    assert dict(content.card)["Gain"] == "predicted to be 2.35×"
     assert "recorded matches, which gives exact rounds but not exact times" in html(content)
     point["prediction"]["is_exact"] = False
     assert "in this text" in html(read(write_folder(tmp_path / "sampled", points)))
+
+
+@pytest.mark.parametrize("gain", [0.97, 1.02])
+def test_predicted_points_are_among_the_best_with_proposals(gain: float, tmp_path: Path) -> None:
+    """The largest k is the only one that was measured; it is slow."""
+    points = sweep_points(ks=(0, 1, 4), batch_sizes=(1,), drafts=ONE_DRAFT)
+    for point in points:
+        if point["k"] == 4:
+            point |= {"speedup": 0.8, "speedup_ci": [0.78, 0.82], "predicted_speedup": 0.8}
+        if point["k"] == 1:
+            point |= {"status": "skipped", "metrics": None, "speedup": None, "speedup_ci": None}
+            point |= {"reason": "predicted, not measured", "predicted_speedup": gain}
+            point["prediction"] = dict.fromkeys(
+                ("speedup_error", "mean_acceptance_length_error", "iid_error", "analytic_alpha")
+            ) | {"method": "replay", "is_exact": True, "mean_acceptance_length": 1.5}
+            point["prediction"] |= {"iid_alpha": 0.5, "iid_mean_acceptance_length": 1.5}
+            point["prediction"] |= {"speedup": gain, "speedup_ci": [gain - 0.02, gain + 0.01]}
+    write_folder(tmp_path, points)
+    best = {"k": 0, "draft": None, "tied": [0], "reason": "its words", "verdict": "none"}
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary |= {"best": best, "best_by_batch_size": {"1": best}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    content = read(tmp_path)
+    told = f"{gain:.2f}× (95 % interval {gain - 0.02:.2f} to {gain + 0.01:.2f})"
+    why = "nothing is faster than plain decoding beyond chance"
+    if gain < 1:
+        why = "plain decoding is fastest"
+    assert content.headline == (
+        f"No speculation at batch size 1: {why}. The best with proposals, k = 1 with draft-1b, is "
+        f"predicted to be {told}."
+    )
+    card = dict(content.card)
+    assert card["Fastest with proposals"] == "k = 1 with draft-1b, batch size 1"
+    assert card["Gain"] == f"predicted to be {told}"
 
 
 def test_what_is_faster_by_chance_is_not_called_slower(tmp_path: Path) -> None:

@@ -202,6 +202,27 @@ def test_stages_that_may_differ_by_chance_are_no_cause() -> None:
     assert " less)" not in best.reason and " more)" not in best.reason
 
 
+def test_a_stage_that_costs_more_is_no_cause() -> None:
+    """The best pair saves time outside the stages, perhaps by chance; its broadcasts take longer
+    beyond chance."""
+    records = ComparisonRecords(replace(SETTINGS, batch_sizes=(1,)), {})
+    for degree, broadcast in ((1, 0.9), (2, 0.5)):
+        pair = Pair(2, degree)
+        for index in range(10):
+            for k in (0, 2):
+                stages = {"verify": 10.0, "draft": 5.0 if k else 0.0}
+                one = sample(pair, 1, k, index, **stages, broadcast=broadcast if k else 0.0)
+                if k and index % 2 == degree - 1:
+                    outside = 2.0 * degree * sum(one.round_share) / len(one.round_share)
+                    times = [seconds + outside / 1e3 for seconds in one.decode_seconds]
+                    one = changed(one, decode_seconds=times)
+                records.kept.samples[SETTINGS.key(pair, 1, k)][index] = one
+    records.update_points()
+    best = verdict_of(records)["best"]
+    assert best.draft_tp == 1 and best.decided_by is None
+    assert "less than with draft TP 2 (broadcast 0.40 ms more)" in best.reason
+
+
 def test_pairs_that_are_slower_than_plain_decoding_are_none() -> None:
     found = verdict_of(compared(0.02, draft=(50.0, 60.0)))
     slow = found["best"]

@@ -67,8 +67,8 @@ def best_of(
 
     Speeds are compared on the same prompts. A pair is tied if the 95 % interval over prompts does
     not show that it is slower than the fastest. Speeds also vary each time the ranks are started,
-    which the interval does not include. A stage is named only if nothing disturbed the times and
-    the 95 % interval of the time saved in it does not contain 0.
+    which the interval does not include. A stage is named only if nothing disturbed the times, the
+    fastest pair saves time in it, and the 95 % interval of that time does not contain 0.
     """
     chosen, settings = set(target_tps), records.settings
     at = [p for p in records.points if p.is_ok and p.batch_size == batch_size]
@@ -109,8 +109,8 @@ def best_of(
     differing, decided = dict[str, float](), None
     if rival is not None and not disturbed:
         differing = _differing(records, best, rival)
-        if stage := max(differing, key=lambda name: differing[name], default=None):
-            saved = differing[stage]
+        stage = max(differing, key=lambda name: differing[name], default=None)
+        if stage is not None and (saved := differing[stage]) > 0:
             decided = Decision(stage=stage, saved_ms=saved, draft_tp=rival.draft_tp)
     gain = _against_plain(records, best, plain)
     ends = None if gain is None else stats.interval(gain, settings.seed)

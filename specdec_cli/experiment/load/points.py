@@ -28,6 +28,7 @@ from specdec_cli.experiment.load.goodput import (
     share_interval,
 )
 from specdec_cli.experiment.points import Failure, measured
+from specdec_cli.experiment.statistics.evidence import NEGLIGIBLE
 
 _LONGER = 4.0  # recommended duration, as a multiple of the shortest window with an interval
 _LATE = 0.05  # smallest send delay to report, as a share of the mean gap between requests
@@ -178,9 +179,28 @@ class Scored:
     def is_better(self, other: "Scored") -> bool:
         """True if more requests are answered and meet the objectives at this point than at the
         other, beyond chance."""
-        pairs = zip(block_means(self.met), block_means(other.met), strict=True)
-        ends = mean_interval([a - b for a, b in pairs])
+        ends = self._more_met(other)
         return ends is not None and ends[0] > 0.0
+
+    def pays(self, plain: "Scored") -> bool:
+        """True if this point is better than plain decoding, or faster and not worse, beyond
+        chance."""
+        return self.is_better(plain) or (self.is_faster(plain) and not plain.is_better(self))
+
+    def is_ruled_out(self, plain: "Scored") -> bool:
+        """True if the intervals exclude that this point gains more than `NEGLIGIBLE` over plain
+        decoding, in latency or in the number of requests that meet the objectives."""
+        faster, more = ratio_interval(plain.times, self.times), self._more_met(plain)
+        if faster is None or more is None:
+            return False
+        most = NEGLIGIBLE * float(np.mean(plain.met))
+        return faster[1] <= 1 + NEGLIGIBLE and more[1] <= most
+
+    def _more_met(self, other: "Scored") -> list[float] | None:
+        """Return the interval of the difference between the shares of requests that are answered
+        and meet the objectives, paired by request. None for too few requests."""
+        pairs = zip(block_means(self.met), block_means(other.met), strict=True)
+        return mean_interval([a - b for a, b in pairs])
 
 
 def scored(points: Sequence[Point], samples: Mapping[Key, Samples]) -> list[Scored]:
@@ -206,10 +226,12 @@ def best_at_rate(points: Sequence[Point], samples: Mapping[Key, Samples]) -> Bes
     """Recommend one of the points at one rate.
 
     If there are objectives, goodput decides; otherwise, the number of answered requests does.
-    Points that are tied with the best are then compared by latency; among those still tied, the
-    smallest k is chosen. A k > 0 is recommended only if goodput or latency is better than at k = 0
-    beyond chance, or if k = 0 is overloaded. Overloaded points are never recommended. If k = 0 was
-    not measured, the best k is only a guess.
+    Points that are tied with the best are then compared by latency. Of those still tied, the
+    candidates are the k > 0 whose goodput or latency is better than at k = 0 beyond chance, or all
+    of them if k = 0 is overloaded. The draft is that of the fastest candidate, and k is the
+    smallest with that draft. Without candidates, k is 0. The verdict is then "none" only if every
+    k > 0 is overloaded or shown to gain too little. Overloaded points are never recommended. If
+    k = 0 was not measured, the best k is only a guess.
     """
     rate = points[0].request_rate
     assert rate is not None
@@ -228,27 +250,47 @@ def best_at_rate(points: Sequence[Point], samples: Mapping[Key, Samples]) -> Bes
     leader = min(tied, key=lambda one: sum(one.times))
     tied = [one for one in tied if not leader.is_faster(one)]
     plain = next((one for one in found if one.point.k == 0), None)
-    own = [one for one in tied if one.point.draft == leader.point.draft or one.point.k == 0]
-    paying = [
-        one
-        for one in own
-        if one.point.k and (plain is None or one.is_better(plain) or one.is_faster(plain))
-    ]
-    is_plain = any(one.point.k == 0 for one in own) or not paying
-    chosen = min(own if is_plain else paying, key=lambda one: one.point.k)
-    lacks = "" if blocks(len(leader.times)) else "too few requests for an interval"
-    if not lacks and not any(p.k == 0 and p.load is not None for p in points):
-        lacks = "there is no k = 0 to compare with"
+    paying = [one for one in tied if one.point.k and (plain is None or one.pays(plain))]
+    chosen, draft = plain or leader, leader.point.draft
+    if paying:
+        draft = min(paying, key=lambda one: (one is not leader, sum(one.times))).point.draft
+        chosen = min((o for o in paying if o.point.draft == draft), key=lambda one: one.point.k)
+    same_draft = {one.point.k for one in tied if one.point.draft == draft or one.point.k == 0}
+    lacks = _lacking(points, found, chosen, leader, by)
     return Best(
         k=chosen.point.k,
         draft=chosen.point.draft if chosen.point.k else None,
-        tied=sorted({one.point.k for one in own}),
+        tied=sorted(same_draft | {chosen.point.k}),
         reason=_reason(chosen, leader, plain, where, by, lacks),
         by=by,
         speedup=chosen.point.speedup,
         significant=bool(chosen.point.k) and not lacks,
         verdict="inconclusive" if lacks else "use" if chosen.point.k else "none",
     )
+
+
+def _lacking(
+    points: Sequence[Point], found: Sequence[Scored], chosen: Scored, leader: Scored, by: str
+) -> str:
+    """Return the reason why the evidence shows nothing; "" if it shows that the chosen k pays, or
+    that none does."""
+    if not blocks(len(leader.times)):
+        return "too few requests for an interval"
+    known = [p for p in points if p.load is not None]
+    if not any(p.k == 0 for p in known):
+        return "there is no k = 0 to compare with"
+    if chosen.point.k:
+        return ""
+    if not any(p.k for p in known):
+        return "no k but k = 0 was measured"
+    if all(one.is_ruled_out(chosen) for one in found if one.point.k):
+        return ""
+    return f"by {by} {_no_better(leader)}, but some k may be"
+
+
+def _no_better(leader: Scored) -> str:
+    best = leader.point.k
+    return "no k is better" if best == 0 else f"k = {best} is not better beyond chance"
 
 
 def _reason(
@@ -258,9 +300,7 @@ def _reason(
     if lacks:
         return f"k = {k} at {where}: {lacks}, so nothing is shown"
     if k == 0:
-        best = leader.point.k
-        told = "no k is better" if best == 0 else f"k = {best} is not better beyond chance"
-        return f"no speculation at {where}: by {by} {told}"
+        return f"no speculation at {where}: by {by} {_no_better(leader)}"
     gain = f"{chosen.point.speedup:.2f}x as fast as k = 0" if chosen.point.speedup else ""
     if plain is None:
         gain = "since k = 0 cannot keep up"

@@ -52,6 +52,13 @@ def _by_run(samples: Mapping[Key, Samples]) -> Iterable[dict[Key, Samples]]:
     return by_run.values()
 
 
+def _most_complete(samples: Mapping[Key, Samples]) -> Mapping[Key, Samples]:
+    """Return the points that have at least half as many prompts as the point with the most.
+    Without this, one point that failed early would leave too few common prompts to see anything."""
+    most = max(map(len, samples.values()))
+    return {key: of for key, of in samples.items() if 2 * len(of) >= most}
+
+
 def seams_in(samples: Mapping[Key, Samples], earlier: Collection[int]) -> list[Notice]:
     """Return warnings if rounds became slower or faster when a run was resumed. earlier: the
     prompts that were measured before the run was resumed."""
@@ -72,6 +79,7 @@ def _drift(samples: Mapping[Key, Samples], earlier: Collection[int] = ()) -> lis
     and datasets are often sorted by length. Prompts decoded in one batch share their rounds, so
     they count as one observation.
     """
+    samples = _most_complete(samples)
     common = sorted(set.intersection(*(set(of) for of in samples.values())))
     plain = min(samples, key=lambda key: key.k)
     together = plain.batch_size
@@ -176,6 +184,7 @@ def _outliers(samples: Mapping[Key, Samples]) -> list[Notice]:
 def _repeats(samples: Mapping[Key, Samples]) -> list[Notice]:
     """Return a warning if one repeat, summed over all points, was significantly slower than
     another."""
+    samples = _most_complete(samples)
     common = sorted(set.intersection(*(set(of) for of in samples.values())))
     counts = {len(of[i].decode_seconds) for of in samples.values() for i in common}
     if len(common) < 2 or len(counts) != 1:

@@ -62,7 +62,10 @@ def points_at(
             # The k = 0 point that all arms share belongs to no arm, so it gets no prediction.
             if point.draft != draft:
                 point = point.model_copy(update={"prediction": None})
-            found.setdefault(Key.of(point), point)
+            # An arm that could not be forecast does not know the predicted speed of k = 0 either.
+            held = found.setdefault(Key.of(point), point)
+            if held.predicted_speedup is None:
+                found[Key.of(point)] = point
     return list(found.values())
 
 

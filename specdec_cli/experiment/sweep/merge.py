@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from specdec_cli.core.figures import Rate
 from specdec_cli.errors import LOGGED, ExitCode, Notice, SetupError, UsageError
 from specdec_cli.experiment.disk import or_setup_error
 from specdec_cli.experiment.folders.record_lines import json_of, to_json
@@ -31,6 +32,7 @@ from specdec_cli.experiment.sweep.sweep_records import SweepRecords, SweepSettin
 from specdec_cli.recipe import PROMPTS, Recipe, load_recipe
 
 _MAX_NAMED = 8
+_INCOMPLETE = {"shards_missing", "points_lack_prompts"}  # codes of warnings
 
 R = TypeVar("R", Sample, ReplayText, CurvePart, Point, Stretch)
 
@@ -40,8 +42,8 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
     the sweep's document and the exit code.
 
     Raises `UsageError` if the folders belong to different sweeps, or if two of them contain samples
-    of the same prompt. A missing or unfinished shard only causes a warning that its prompts are
-    missing.
+    of the same prompt. A missing or unfinished shard causes a warning that its prompts are missing,
+    and the exit code `PARTIAL`.
     """
     shards = [read_settings(path) for path in paths]
     whole = replace(shards[0], shard=None)
@@ -87,7 +89,7 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
     document, code = sweep_document(whole, recipe, where, records, points, warnings)
     folder.write("summary.json", to_json(document) + "\n")
     folder.close()
-    if code == ExitCode.OK and any(one.code == "shards_missing" for one in document["warnings"]):
+    if code == ExitCode.OK and any(one.code in _INCOMPLETE for one in document["warnings"]):
         code = ExitCode.PARTIAL
     return document, code
 
@@ -171,19 +173,26 @@ def _add_stretches(
     """Add one shard's points at request rates, except those that were not measured completely.
 
     Requests and time windows are numbered from 0 in each shard, so they are renumbered here to
-    follow those of earlier shards. Raises `UsageError` if an earlier shard has a sample of the same
-    prompt at the same point.
+    follow those of earlier shards. All points of a rate are renumbered alike, even if an earlier
+    shard lacks some of them, because a request's number says which requests of other points it is
+    compared with. Raises `UsageError` if an earlier shard has a sample of the same prompt at the
+    same point.
     """
     own = SweepRecords()
     for record in (*_read(path, Sample, settings, whole), *_read(path, Stretch, settings, whole)):
         own.enter(record)
     own.drop_parts()
+    following: dict[Rate | None, int] = {}
+    for key, of in records.samples.items():
+        rate = key.request_rate
+        following[rate] = max([following.get(rate, 0), *(place + 1 for place in of)])
     for key, samples in own.samples.items():
         mine, there = records.samples[key], {s.index for s in records.samples[key].values()}
         if twice := sorted(there & {s.index for s in samples.values()}):
             raise _twice(path, twice[0], key.k)
-        for place, (_, sample) in enumerate(sorted(samples.items()), start=len(mine)):
-            mine[place] = sample.model_copy(update={"request": place})
+        start = following.get(key.request_rate, 0)
+        for number, sample in samples.items():
+            mine[start + number] = sample.model_copy(update={"request": start + number})
         for stretch in own.stretches[key].values():
             part = len(records.stretches[key])
             records.stretches[key][part] = stretch.model_copy(update={"shard": part})
@@ -219,7 +228,11 @@ def _missing(whole: SweepSettings, records: SweepRecords) -> list[Notice]:
     if not short:
         return []
     lack = "1 point lacks" if len(short) == 1 else f"{len(short)} points lack"
-    told = f"{lack} prompts: at most {most} of {count} are recorded; --resume measures them"
+    # At rates the windows of a shard belong together, so a merged folder cannot measure the rest.
+    todo = "--resume measures them"
+    if whole.offered is not None:
+        todo = "finish each shard with --resume, then merge again"
+    told = f"{lack} prompts: at most {most} of {count} are recorded; {todo}"
     return [Notice("points_lack_prompts", told, {"points": len(short), "most": most})]
 
 

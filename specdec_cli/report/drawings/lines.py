@@ -22,7 +22,7 @@ _speed = number("decode_tokens_per_second")
 
 def draw_speedup(figure: Any, run: ReportedRun, bests: Sequence[Finding]) -> bool:
     """Draw speed-ups by proposal length or draft TP. Returns whether there are any."""
-    best = {id(b.point) for b in bests if b.point is not None}
+    best = {id(b.advised) for b in bests if b.advised is not None}
     fastest = {id(b.fastest) for b in bests if b.fastest is not None}
     limits = [1.0]
 

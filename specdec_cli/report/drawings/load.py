@@ -11,8 +11,8 @@ from specdec_cli.report.folder import ReportedRun
 
 
 def draw_load(figure: Any, run: ReportedRun, bests: Sequence[Finding]) -> bool:
-    """Draw goodput, latency and the recommended k against the request rate. The rate inf is left
-    out. Returns whether there are any finite rates."""
+    """Draw goodput, latency and, if any k is recommended, the recommended k against the request
+    rate. The rate inf is left out. Returns whether there are any finite rates."""
     points = [p for p in run.points if p.load is not None and p.request_rate != "inf"]
     if not points:
         return False
@@ -22,7 +22,8 @@ def draw_load(figure: Any, run: ReportedRun, bests: Sequence[Finding]) -> bool:
     ]
     if all(p.load is None or p.load.goodput is None for p in points):
         del shown[0]
-    axes = canvas.make_axes(figure, len(shown) + 1, 3.1, shares_y=False)
+    best = advised_by_rate(bests)
+    axes = canvas.make_axes(figure, len(shown) + bool(best), 3.1, shares_y=False)
     lines: dict[tuple[str, int], list[Point]] = {}
     for point in points:
         lines.setdefault((run.labels[point.draft] if point.k else "", point.k), []).append(point)
@@ -36,13 +37,9 @@ def draw_load(figure: Any, run: ReportedRun, bests: Sequence[Finding]) -> bool:
             axis.plot(*zip(*known, strict=True) if known else ((), ()), label=label,
                       **canvas.style_of(index))  # fmt: skip
         axis.set_title(title)
-    best = [
-        (float(b.point.request_rate), b.point.k)
-        for b in bests
-        if b.point is not None and b.point.request_rate not in (None, "inf")
-    ]
-    axes[-1].plot(*zip(*best, strict=True) if best else ((), ()), "o-", color=canvas.FAINT)
-    axes[-1].set_title("recommended k")
+    if best:
+        axes[-1].plot(*zip(*best, strict=True), "o-", color=canvas.FAINT)
+        axes[-1].set_title("recommended k")
     for axis in axes:
         axis.set_xscale("log", base=2)
         ticks = sorted({float(p.request_rate or 0) for p in points})
@@ -51,3 +48,9 @@ def draw_load(figure: Any, run: ReportedRun, bests: Sequence[Finding]) -> bool:
     canvas.label_axes(axes, "requests a second", "")
     canvas.add_legend(figure, axes)
     return True
+
+
+def advised_by_rate(bests: Sequence[Finding]) -> list[tuple[float, int]]:
+    """Return the finite request rates at which some k is recommended, each with that k."""
+    points = [point for best in bests if (point := best.advised) is not None]
+    return [(float(p.request_rate), p.k) for p in points if p.request_rate not in (None, "inf")]
