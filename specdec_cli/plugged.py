@@ -238,7 +238,9 @@ class PluggedRule(AcceptanceRule):
         accepted = torch.where(accepted < _LEAST_ACCEPTED, 0, accepted)
         if self._num_invalid is None or self._num_invalid.device != accepted.device:
             self._num_invalid = torch.zeros(1, dtype=torch.int64, device=accepted.device)
-        self._num_invalid += (accepted != found.num_accepted).sum()
+        # Slots without a sequence have no proposals, and their decisions are never used.
+        is_invalid = (accepted != found.num_accepted) & (candidates.lens > 0)
+        self._num_invalid += is_invalid.sum()
         return Verdict(found.token_ids, accepted)
 
     def check(self) -> None:
