@@ -295,7 +295,8 @@ def test_tokenizer_as_transformers_loads_it(tmp_path: Path) -> None:
         save_gguf(file, "llama", tiny_model("llama", vocab_size=264), more=values | more)
         tokenizer = load_tokenizer(file, "m", 264, False)
         oracle = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
-        assert tokenizer.vocabulary() == oracle.get_vocab()
+        # transformers adds <|endoftext|>, which the file lacks.
+        assert oracle.get_vocab() == tokenizer.vocabulary() | {"<|endoftext|>": 264}
         for text in TEXTS:
             for special in (True, False):
                 ids = tokenizer.encode(text, add_special_tokens=special)
@@ -319,6 +320,52 @@ def test_tokenizer_and_special_ids_are_the_files(more: dict[str, Any], tmp_path:
     assert tokenizer.decode(ids) == "hello w<think>h"
     assert tokenizer.decode(tokenizer.encode("  hello ")) == "  hello "
     assert tokenizer.render([{"role": "user", "content": "hi"}]) == "<|start|>hi<|end|><|start|>"
+
+
+WIDE = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>"]
+
+
+def wide_vocabulary(kinds: list[int]) -> dict[str, Any]:
+    """A vocabulary with special tokens outside the byte-level alphabet, as in DeepSeek's files. The
+    first two are its BOS and EOS tokens."""
+    values = vocabulary()
+    size = len(values["tokenizer.ggml.tokens"])
+    values["tokenizer.ggml.tokens"] += WIDE
+    values["tokenizer.ggml.token_type"] += kinds
+    return values | {
+        "tokenizer.ggml.bos_token_id": size,
+        "tokenizer.ggml.eos_token_id": size + 1,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+
+
+def test_special_tokens_outside_the_byte_level_alphabet_keep_their_ids(tmp_path: Path) -> None:
+    values = wide_vocabulary([3, 3, 4])
+    tokens = values["tokenizer.ggml.tokens"]
+    begin, end, user = range(len(tokens) - 3, len(tokens))
+    model = tiny_model("llama", vocab_size=len(tokens))
+    file = save_gguf(tmp_path / "m.gguf", "llama", model, more=values)
+    tokenizer = load_tokenizer(file, "m", len(tokens), False)
+    assert tokenizer.vocabulary() == {token: i for i, token in enumerate(tokens)}
+    assert tokenizer.end_token == (end, WIDE[1])
+    ids = tokenizer.encode("<｜User｜>hell<think><｜end▁of▁sentence｜>")
+    assert ids == [begin, user, *map(tokens.index, ("hell", "<think>")), end]
+    assert tokenizer.decode(ids) == "<｜User｜>hell<think>"
+    assert max(tokenizer.encode("<|endoftext|>")) <= end, "the file has no such token"
+
+
+@pytest.mark.parametrize("name", ["bos_token", "eos_token"])
+def test_a_file_whose_special_token_would_get_another_id_is_refused(
+    name: str, tmp_path: Path
+) -> None:
+    """A token that is marked as an ordinary one is spelled by its bytes in texts."""
+    values = wide_vocabulary([1, 3, 3] if name == "bos_token" else [3, 1, 3])
+    size = len(values["tokenizer.ggml.tokens"])
+    model = tiny_model("llama", vocab_size=size)
+    file = save_gguf(tmp_path / "m.gguf", "llama", model, more=values)
+    with pytest.raises(SetupError, match=f"cannot load the tokenizer of m: its {name} ") as caught:
+        load_tokenizer(file, "m", size, False)
+    assert caught.value.message.endswith(f"not {values[f'tokenizer.ggml.{name}_id']}")
 
 
 @pytest.mark.parametrize(

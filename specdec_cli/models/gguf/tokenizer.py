@@ -4,9 +4,10 @@ Versions of transformers differ in which tokens they mark as special, and in whi
 the beginning and end of a text, so this module sets both itself.
 """
 
+import json
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
 
 from specdec_cli.models.gguf.header import Header
 from specdec_cli.models.gguf.tensors import FROM_GGUF
@@ -56,10 +57,17 @@ def gguf_tokenizer(header: Header) -> Any:
     if isinstance(template := values.get(_TEMPLATE), str):
         settings["chat_template"] = template
     backend = _backend(str(values["general.architecture"]), vocabulary)
+    backend = _with_tokens_of_file(backend, vocabulary)
     _add_special(backend, vocabulary)
-    return PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, clean_up_tokenization_spaces=False, **settings
     )
+    for name in ("bos_token", "eos_token"):
+        token_id, found = values.get(f"tokenizer.ggml.{name}_id"), getattr(tokenizer, f"{name}_id")
+        if token_id is not None and token_id != found:
+            told = f"its {name} {shown(settings[name])} would be {found}, not {token_id}"
+            raise ValueError(told)
+    return tokenizer
 
 
 def _vocabulary(header: Header) -> dict[str, Any]:
@@ -113,6 +121,32 @@ def _backend(architecture: str, vocabulary: dict[str, Any]) -> Any:
         vocabulary.setdefault("add_prefix_space", False)
     backend, _ = convert_gguf_tokenizer(architecture, dict(vocabulary))
     return backend
+
+
+def _with_tokens_of_file(backend: Any, vocabulary: dict[str, Any]) -> Any:
+    """Return the tokenizer with the file's tokens, and no others.
+
+    transformers spells a token by its bytes if it has characters outside the byte-level alphabet.
+    But special tokens, such as `<｜User｜>`, occur in texts as the file spells them. It also adds
+    special tokens that the model does not have, such as `<|endoftext|>`.
+    """
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    spelling, known, tokens = bytes_to_unicode(), backend.get_vocab(), vocabulary["tokens"]
+    kinds = (
+        vocabulary.get("token_type") or () if vocabulary["tokenizer_type"] == _BYTE_LEVEL else ()
+    )
+    respelled = {}
+    for token_id, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
+        if kind in (_CONTROL, _USER_DEFINED) and known.get(token) != token_id:
+            respelled["".join(spelling[byte] for byte in token.encode())] = token
+    if not respelled and max(known.values()) < len(tokens):
+        return backend
+    made = json.loads(backend.to_str())
+    ids = made["model"]["vocab"]
+    made["model"]["vocab"] = {respelled.get(token, token): ids[token] for token in ids}
+    made["added_tokens"] = [one for one in made["added_tokens"] if one["id"] < len(tokens)]
+    return Tokenizer.from_str(json.dumps(made))
 
 
 def _add_special(backend: Any, vocabulary: dict[str, Any]) -> None:
