@@ -395,6 +395,71 @@ def test_the_first_token_is_that_of_the_kind_unless_the_file_says_otherwise(
     assert (ids[0] == 1) == begins and len(ids) == 3 + begins
 
 
+@pytest.mark.parametrize("kind", ["smollm", "starcoder", "command-r", "gpt-2", "qwen2"])
+def test_digits_are_cut_as_the_kind_says(kind: str, tmp_path: Path) -> None:
+    """GPT-2's rule leaves one of two spaces to the number, the others leave none."""
+    values = vocabulary() | {"tokenizer.ggml.pre": kind}
+    values["tokenizer.ggml.tokens"] += ["ĠĠ", "12"]
+    values["tokenizer.ggml.token_type"] += [1, 1]
+    values["tokenizer.ggml.merges"] += ["Ġ Ġ", "1 2"]
+    found = pieces(values, "h  12", tmp_path)
+    apart = {"gpt-2": ["Ġ", "Ġ", "12"], "qwen2": ["Ġ", "Ġ", "1", "2"]}
+    assert found == ["h", *apart.get(kind, ["ĠĠ", "1", "2"])]
+
+
+@pytest.mark.parametrize("kind", ["llama-bpe", "falcon3", "tekken", "qwen2", "gpt-2"])
+def test_a_piece_that_is_a_token_needs_no_merges(kind: str, tmp_path: Path) -> None:
+    """Llama 3 has tokens that no merge makes."""
+    values = vocabulary() | {"tokenizer.ggml.pre": kind}
+    values["tokenizer.ggml.tokens"] += ["hellhell"]
+    values["tokenizer.ggml.token_type"] += [1]
+    found = pieces(values, "hellhell", tmp_path)
+    is_whole = kind in ("llama-bpe", "falcon3", "tekken")
+    assert found == (["<|start|>", "hellhell"] if is_whole else ["hell", "hell"])
+
+
+def pieces(values: dict[str, Any], text: str, folder: Path) -> list[str]:
+    """The tokens of a text, by a file with these values."""
+    if not hasattr(transformers.integrations.gguf, "convert_gguf_tokenizer"):
+        pytest.skip("this version of transformers refuses some of these kinds")
+    tokens = values["tokenizer.ggml.tokens"]
+    model = tiny_model("llama", vocab_size=len(tokens))
+    file = save_gguf(folder / "m.gguf", "llama", model, more=values)
+    return [tokens[i] for i in load_tokenizer(file, "m", len(tokens), False).encode(text)]
+
+
+def sentence_pieces() -> dict[str, Any]:
+    """A vocabulary of pieces, with the bytes of other characters."""
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words = ["▁", *"helo", "he", "ll", "hell", "hello", "▁hello"]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": special + words,
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(words),
+        "tokenizer.ggml.scores": [0.0] * 259 + [-float(i) for i in range(len(words))],
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("said", "first"), [(None, "▁hello"), (True, "▁hello"), (False, "hello")], ids=str
+)
+def test_a_space_before_the_first_word_is_added_unless_the_file_says_otherwise(
+    said: bool | None, first: str, tmp_path: Path
+) -> None:
+    values = sentence_pieces()
+    if said is not None:
+        values["tokenizer.ggml.add_space_prefix"] = said
+    assert pieces(values, "hello hello", tmp_path) == ["<s>", first, "▁hello"]
+    tokenizer = load_tokenizer(tmp_path / "m.gguf", "m", 269, False)
+    for text in ("hello", "hello  hello ", "é漢 hello\n", "\n hello"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    for text in (" hello", "  hello", " "):  # a sentencepiece tokenizer drops one of its own spaces
+        decoded = tokenizer.decode(tokenizer.encode(text))
+        assert decoded == (text if said is False else text[1:])
+
+
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "none": ({"tokenizer.ggml.tokens": None}, "there is none in the GGUF file"),
     "twice": ({"tokenizer.ggml.tokens": ["a"] * 97}, "a token twice"),
@@ -402,6 +467,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "kinds": ({"tokenizer.ggml.token_type": [1]}, "token_type is not a list of"),
     "eos": ({"tokenizer.ggml.eos_token_id": 999}, "eos_token_id is 999"),
     "kind": ({"tokenizer.ggml.model": "nonesuch"}, 'its kind is "nonesuch"'),
+    "cut": ({"tokenizer.ggml.pre": "nonesuch"}, 'its pre-tokenizer "nonesuch" is not supported'),
     "merges": ({"tokenizer.ggml.merges": ["a"]}, "cannot load the tokenizer"),
     "no-merges": ({"tokenizer.ggml.merges": None}, "cannot load the tokenizer"),
     "long": ({"tokenizer.ggml.tokens": ["a" * 5000, "b"]}, "longest token has 5000 characters"),
