@@ -108,15 +108,21 @@ class StopFinder:
         return None
 
 
-def text_before(tokenizer: Tokenizer, token_ids: Sequence[int], stop: tuple[str, ...]) -> str:
+def text_before(
+    tokenizer: Tokenizer, prompt: Sequence[int], token_ids: Sequence[int], stop: tuple[str, ...]
+) -> str:
     """Return the text of a completion before its first stop string, without special tokens."""
     decoder = tokenizer.finding(stop)
-    text = cut_at_stop(whole := decoder.decode(token_ids), stop)
-    if text == whole:
+    whole = decoder.decode(token_ids)
+    stream = TextStream(decoder, prompt)
+    seen = "".join(map(stream.feed, token_ids))
+    if seen == f" {whole}" or not any(s in whole for s in stop):
         # Some tokenizers drop the space before the first word of a text. `StopFinder` decodes the
         # tokens together with the prompt's last ones, which keeps that space, so the stop string
         # that it found may begin with the space.
         text = cut_at_stop(f" {whole}", stop)[1:]
+    else:
+        text = cut_at_stop(whole, stop)
     if decoder is tokenizer:
         return text
     count = len(token_ids)

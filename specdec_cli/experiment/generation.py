@@ -274,7 +274,7 @@ def output_of(job: Job, prompt: Prompt, answer: Finished | Sample, seconds: floa
     of_server = answer if isinstance(answer, Sample) else answer.served
     text = of_server.text if of_server is not None else None  # set if a server sent text but no ids
     if not text and answer.finish_reason == "stop":
-        text = text_before(tokenizer, answer.token_ids, stop)
+        text = text_before(tokenizer, answer.prompt_token_ids, answer.token_ids, stop)
     elif not text:
         text = cut_at_stop(tokenizer.decode(answer.token_ids), stop)
     return Output(

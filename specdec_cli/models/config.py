@@ -85,7 +85,8 @@ def _stretched(config: Any, length: int) -> int:
 
 def eos_ids_of(config: Any, place: Path) -> frozenset[int]:
     """Return the end-of-sequence token ids from the generation config or, if it has none, from the
-    model's config. Raises `SetupError` if they are not numbers."""
+    model's config. Old checkpoints write -1 for none, so negative ids are left out. Raises
+    `SetupError` if they are not numbers."""
     eos = getattr(config, "eos_token_id", None)
     stored = generation_config(place).get("eos_token_id")
     eos = eos if stored is None else stored
@@ -96,4 +97,4 @@ def eos_ids_of(config: Any, place: Path) -> frozenset[int]:
             f"{where}: eos_token_id is {json.dumps(eos)}",
             "it must be a number or a list of numbers",
         )
-    return frozenset(ids)
+    return frozenset(i for i in ids if i >= 0)

@@ -21,7 +21,7 @@ from specdec_cli.text import one_line
 _CONFIG = "config.json"
 # Patterns of the files to download from the hub. `_FOR_OTHERS` are left out: weights for other
 # engines are in subfolders or have "consolidated" in their names.
-_DESCRIPTIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.py")
+_DESCRIPTIONS = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja", "*.py")
 _WEIGHTS = ("*.safetensors",)
 _PICKLES = ("*.bin",)
 _NO_WEIGHTS = ("adapter_", "training_args")

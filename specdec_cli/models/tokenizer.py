@@ -18,7 +18,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from specdec_cli.core.detokenize import Decoder, Tokenizer
 from specdec_cli.errors import SetupError, SpecdecError, UsageError
-from specdec_cli.models.config_file import LFS_HINT, is_lfs_pointer
+from specdec_cli.models.config_file import LFS_HINT, is_lfs_pointer, json_object
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.gguf.tokenizer import gguf_tokenizer
@@ -210,15 +210,34 @@ class ByteTokenizer(Tokenizer):
         return "".join(f"<{i}>" for i in token_ids)
 
 
-_FILES = ("tokenizer*.json", "vocab.*", "tekken.json", "*.model", "*.tiktoken")
-_MORE_FILES = ("special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template*")
+# Patterns of the files that hold a vocabulary. A folder with only tokenizer_config.json has none.
+_FILES = ("tokenizer.json", "tokenizer.*.json", "vocab.*", "tekken.json", "*.model", "*.tiktoken")
+_CONFIG = "tokenizer_config.json"
+_MORE_FILES = (
+    *("special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template*"),
+    _CONFIG,
+)
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _NEEDED = "the model folder needs its tokenizer files (tokenizer.json)"
 
 
 def has_tokenizer(place: Path) -> bool:
-    """Return True if a model's folder or GGUF file holds a tokenizer."""
-    return is_gguf(place) or any(any(place.glob(pattern)) for pattern in _FILES)
+    """Return True if a model's folder or GGUF file holds a tokenizer, or a folder's own code makes
+    one."""
+    return is_gguf(place) or _has_vocabulary(place) or _has_code(place)
+
+
+def _has_vocabulary(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in _FILES)
+
+
+def _has_code(folder: Path) -> bool:
+    """Return True if the class of the tokenizer is in the model's own code. Such a tokenizer may
+    need no vocabulary file."""
+    file = folder / _CONFIG
+    found = json_object(file, str(file)).get("auto_map") if file.is_file() else None
+    # In old files it is the list of classes, not a map to that list.
+    return isinstance(found, list) or (isinstance(found, dict) and "AutoTokenizer" in found)
 
 
 def is_same_tokenizer(one: Path, other: Path) -> bool:
@@ -254,7 +273,9 @@ def load_tokenizer(
             return ByteTokenizer(vocab_size)
         # For some families transformers would invent a tokenizer with an empty vocabulary.
         raise SetupError(f"cannot load the tokenizer of {name}: there is none", _NEEDED)
-    for file in (file for pattern in _FILES for file in folder.glob(pattern)):
+    if not trust_remote_code and not _has_vocabulary(folder):
+        raise _needs_code(name)
+    for file in (file for pattern in (*_FILES, _CONFIG) for file in folder.glob(pattern)):
         if is_lfs_pointer(file):
             what = f"{file.name} is a Git LFS pointer, not the file itself"
             raise SetupError(f"cannot load the tokenizer of {name}: {what}", LFS_HINT)
@@ -270,14 +291,18 @@ def _loaded(load: Callable[[], Any], name: str, hint: str) -> PretrainedTokenize
 
     def refusal(problem: BaseException) -> SetupError:
         if "trust_remote_code" in str(problem):
-            return SetupError(
-                f"the tokenizer of {name} needs code from its own repository",
-                "pass --trust-remote-code if you trust it",
-            )
+            return _needs_code(name)
         return SetupError(f"cannot load the tokenizer of {name}: {reason_of(problem)}", hint)
 
     with refusing(refusal, SetupError), native_lines(), redirect_stdout(sys.stderr):
         return PretrainedTokenizer(load(), name)
+
+
+def _needs_code(name: str) -> SetupError:
+    return SetupError(
+        f"the tokenizer of {name} needs code from its own repository",
+        "pass --trust-remote-code if you trust it",
+    )
 
 
 def _steps_of(tokenizer: Any) -> dict[str, Any]:

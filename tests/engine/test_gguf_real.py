@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
 from specdec_cli.models.description import describe
@@ -59,9 +60,15 @@ def test_a_real_file_is_read_as_transformers_reads_it(file: Path) -> None:
     description = describe(ModelSpec("target", str(file), None, "auto", "auto"), CPU)
     tokenizer = load_tokenizer(file, file.name, description.vocab_size, False)
     other = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    if "smollm" in file.name.lower():
+        # transformers reads only part of this model's rule, which cuts at each digit first.
+        steps = [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        other.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     prompts = [tokenizer.encode(text) for text in PROMPTS]
     assert prompts == [other(text).input_ids for text in PROMPTS]
-    assert tokenizer.vocabulary() == other.get_vocab()
+    # transformers may add special tokens that the file lacks.
+    ids = {token: i for token, i in other.get_vocab().items() if i < description.vocab_size}
+    assert tokenizer.vocabulary() == ids
     assert description.eos_ids == {other.eos_token_id}
     if other.chat_template:
         messages = [{"role": "user", "content": PROMPTS[0]}]

@@ -161,6 +161,37 @@ def test_a_folder_without_a_tokenizer(family: str, tmp_path: Path) -> None:
     assert load_tokenizer(folder, "mine", 64, is_dummy=True).encode("ab") == [97 % 64, 98 % 64]
 
 
+OWN_CODE = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+
+
+@pytest.mark.parametrize("kind", ["LlamaTokenizer", "Qwen2Tokenizer", "PreTrainedTokenizerFast"])
+def test_settings_of_a_tokenizer_are_no_tokenizer(kind: str, tmp_path: Path) -> None:
+    """For some classes transformers makes up a tokenizer of a few tokens."""
+    folder = save_tiny(tmp_path, "llama")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    with pytest.raises(SetupError, match="cannot load the tokenizer of mine: there is none"):
+        load_tokenizer(folder, "mine", 64, False, trust_remote_code=True)
+    assert load_tokenizer(folder, "mine", 64, is_dummy=True).encode("ab") == [97 % 64, 98 % 64]
+
+
+def test_a_tokenizer_of_own_code_needs_no_vocabulary(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "llama")
+    (folder / "tokenizer_config.json").write_text(json.dumps(OWN_CODE))
+    (folder / "own.py").write_text(
+        "from transformers import PreTrainedTokenizer\n"
+        "class Own(PreTrainedTokenizer):\n"
+        "    vocab_size = 128\n"
+        "    def get_vocab(self): return {chr(i): i for i in range(128)}\n"
+        "    def _tokenize(self, text): return list(text)\n"
+        "    def _convert_token_to_id(self, token): return ord(token)\n"
+        "    def _convert_id_to_token(self, index): return chr(index)\n"
+    )
+    with pytest.raises(SetupError, match="the tokenizer of mine needs code from its own"):
+        load_tokenizer(folder, "mine", 128, False)
+    tokenizer = load_tokenizer(folder, "mine", 128, False, trust_remote_code=True)
+    assert tokenizer.encode("ab") == [97, 98]
+
+
 @pytest.mark.parametrize("name", ["nobody/nothing", "nothing-at-all"])
 def test_hub_id_that_is_not_cached(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -192,7 +223,7 @@ def test_hub_id_that_cannot_be_one(
     assert name in refusal(name).message
 
 
-DESCRIPTIONS = {"config.json", "tokenizer.json", "chat_template.jinja"}
+DESCRIPTIONS = {"config.json", "tokenizer.json", "qwen.tiktoken", "chat_template.jinja"}
 REPOSITORY = [
     *DESCRIPTIONS,
     *("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),

@@ -19,6 +19,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from specdec_cli.core.detokenize import StopFinder, text_before
+from specdec_cli.core.logits_processors import LogitsProcessors
+from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.plan import plan
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.experiment.preparing import looped, unlisted_end
@@ -27,7 +29,7 @@ from specdec_cli.models.resolve import model_place
 from specdec_cli.models.tokenizer import PretrainedTokenizer, load_tokenizer
 from specdec_cli.models.weights import open_checkpoint, tensor_names
 from specdec_cli.recipe import load_recipe
-from tests.support import save_tiny
+from tests.support import CPU, save_tiny
 
 ROPE = {"rope_theta": 10000.0}
 
@@ -173,7 +175,7 @@ def test_stop_strings_find_special_tokens(
             read += length
         assert found == count
     if count is not None:
-        assert text_before(tokenizer, tokens[:count], stop).strip() == text
+        assert text_before(tokenizer, [TWO], tokens[:count], stop).strip() == text
 
 
 def test_texts_without_special_tokens_are_searched_as_they_are_shown(
@@ -238,6 +240,16 @@ def test_settings_of_generation_that_are_not_used_do_no_harm(
     ends = settings | {"eos_token_id": [3, 5]}
     (tmp_path / "generation_config.json").write_text(json.dumps(ends))
     assert eos_ids_of(config, tmp_path) == {3, 5}
+
+
+@pytest.mark.parametrize(("stored", "want"), [(-1, set()), ([-1, 5], {5}), (None, set())])
+def test_a_negative_end_token_is_none(tmp_path: Path, stored: object, want: set[int]) -> None:
+    """As an index it would name the last id of the vocabulary, which `min_new_tokens` forbids."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stored}))
+    ends = eos_ids_of(LlamaConfig(eos_token_id=-1), tmp_path)
+    assert ends == want
+    processors = LogitsProcessors.of(SamplingParams(min_new_tokens=5), ends, 10, CPU)
+    assert processors is not None and processors.ends.nonzero().flatten().tolist() == list(want)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
-from specdec_cli.core.detokenize import Decoder, StopFinder, TextStream, cut_at_stop
+from specdec_cli.core.detokenize import (
+    Decoder,
+    StopFinder,
+    TextStream,
+    cut_at_stop,
+    text_before,
+)
+from specdec_cli.models.tokenizer import PretrainedTokenizer
 
 CORPUS = ["the cat sat on the mat", "naïve café, 日本語 テキスト", "emoji 😀😃 and ünïcödé"] * 3
 # Characters of 1, 2, 3 and 4 bytes, some in the corpus and some not.
@@ -270,3 +278,34 @@ def test_stop_of_characters_that_are_spread_over_tokens(stop: str) -> None:
 )
 def test_cut_at_stop(text: str, stop: tuple[str, ...], want: str) -> None:
     assert cut_at_stop(text, stop) == want
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "stop", "want"),
+    [
+        ("byte-fallback", "cat", (" the", "he"), ""),
+        ("byte-fallback", "cat", ("he", " the"), ""),
+        ("byte-fallback", "cat", (" the",), ""),
+        ("byte-fallback", "cat", ("he", " cat"), "t"),
+        ("byte-fallback", "cat", (" cat",), "the"),
+        ("byte-fallback", "", (" the", "he"), "t"),  # nothing before it keeps the space
+        ("byte-level", "cat", (" the", "he"), ""),
+        ("byte-level", "cat", ("he", " cat"), " t"),
+    ],
+)
+def test_text_before_the_first_stop(
+    name: str, prompt: str, stop: tuple[str, ...], want: str
+) -> None:
+    """A stop string may begin with the first space of an answer, which a tokenizer may drop."""
+    made = TOKENIZERS[name]().tokenizer
+    tokenizer = PretrainedTokenizer(PreTrainedTokenizerFast(tokenizer_object=made), name)
+    before, ids = tokenizer.encode(prompt), tokenizer.encode(" the cat")
+    count = StopFinder(tokenizer, before, stop).feed(ids)
+    assert count is not None and text_before(tokenizer, before, ids[:count], stop) == want
+
+
+def test_a_word_that_begins_without_a_space_is_no_stop_string_with_one() -> None:
+    made = byte_fallback().tokenizer
+    tokenizer = PretrainedTokenizer(PreTrainedTokenizerFast(tokenizer_object=made), "m")
+    before, (_, ids) = tokenizer.encode("the"), tokenizer.encode("cat")
+    assert text_before(tokenizer, before, [ids], (" cat", "at")) == "c"

@@ -4,9 +4,10 @@ Versions of transformers differ in which tokens they mark as special, and in whi
 the beginning and end of a text, so this module sets both itself.
 """
 
+import json
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 
 from specdec_cli.models.gguf.header import Header
 from specdec_cli.models.gguf.tensors import FROM_GGUF
@@ -21,10 +22,16 @@ _BYTE_LEVEL, _PIECES = "gpt2", "llama"  # values of tokenizer.ggml.model
 # The pre-tokenizers that earlier versions of transformers support, by family.
 _CUT_BEFORE = {"llama": {"smollm", "gpt-2", "default"}, "qwen2": {"qwen2", "deepseek-r1-qwen"}}
 _CUT_BEFORE |= {"qwen3": {"qwen2"}, "qwen2_moe": {"qwen2"}, "qwen3_moe": {"qwen2"}}
-# Pre-tokenizers whose models begin each text with the BOS token, even if the file does not say so,
-# as in llama.cpp (src/llama-vocab.cpp).
-_BEGIN_WITH_BOS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0"}
-_BEGIN_WITH_BOS |= {"lfm2", "tekken", "chameleon"}
+# Names in tokenizer.ggml.pre, by what llama.cpp does with them (src/llama-vocab.cpp). Texts are cut
+# by GPT-2's rule. Files that name no rule are old ones.
+_AS_GPT2 = {None, "default", "gpt-2", "phi-2", "gigachat", "mpt", "olmo", "jais", "trillion"}
+# The same rule, but each digit is a piece of its own.
+_DIGITS_APART = {"starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"}
+# A piece that is a token is not built up by merges.
+_WHOLE_PIECES = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0"}
+_WHOLE_PIECES |= {"lfm2", "tekken"}
+# A text begins with the BOS token, even if the file does not say so.
+_BEGIN_WITH_BOS = _WHOLE_PIECES
 _TEMPLATE = "tokenizer.chat_template"
 _SPECIAL = {
     "bos_token": "bos_token_id",
@@ -55,11 +62,22 @@ def gguf_tokenizer(header: Header) -> Any:
         settings["add_bos_token"] = is_usual and settings["bos_token"] is not None
     if isinstance(template := values.get(_TEMPLATE), str):
         settings["chat_template"] = template
-    backend = _backend(str(values["general.architecture"]), vocabulary)
+    architecture = str(values["general.architecture"])
+    backend = _with_tokens_of_file(_backend(architecture, vocabulary), vocabulary)
+    if vocabulary["tokenizer_type"] == _BYTE_LEVEL:
+        _cut_as_named(backend, vocabulary["pre_tokenizer_type"])
+    elif vocabulary.get("add_prefix_space") is False and not architecture.startswith("gemma"):
+        _keep_first_space(backend)
     _add_special(backend, vocabulary)
-    return PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, clean_up_tokenization_spaces=False, **settings
     )
+    for name in ("bos_token", "eos_token"):
+        token_id, found = values.get(f"tokenizer.ggml.{name}_id"), getattr(tokenizer, f"{name}_id")
+        if token_id is not None and token_id != found:
+            told = f"its {name} {shown(settings[name])} would be {found}, not {token_id}"
+            raise ValueError(told)
+    return tokenizer
 
 
 def _vocabulary(header: Header) -> dict[str, Any]:
@@ -111,8 +129,71 @@ def _backend(architecture: str, vocabulary: dict[str, Any]) -> Any:
                 "later do"
             ) from None
         vocabulary.setdefault("add_prefix_space", False)
+    else:
+        _check_known(vocabulary)
     backend, _ = convert_gguf_tokenizer(architecture, dict(vocabulary))
     return backend
+
+
+def _check_known(vocabulary: dict[str, Any]) -> None:
+    """Raise `ValueError` if transformers does not know how the model cuts texts. It would cut them
+    by GPT-2's rule."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    named = vocabulary["pre_tokenizer_type"]
+    known = {*GGUF_PRE_TOKENIZER_SPLITS, *_AS_GPT2, *_DIGITS_APART}
+    if vocabulary["tokenizer_type"] == _BYTE_LEVEL and named not in known:
+        raise ValueError(f"its pre-tokenizer {shown(named)} is not supported")
+
+
+def _cut_as_named(backend: Any, named: str | None) -> None:
+    """Set what transformers leaves out of the rule by which a byte-level tokenizer cuts texts.
+
+    named: the rule's name in the file.
+    """
+    if named in _DIGITS_APART:
+        steps = [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+        backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if named in _WHOLE_PIECES:
+        backend.model.ignore_merges = True
+
+
+def _keep_first_space(backend: Any) -> None:
+    """Set that a text is encoded without an additional space before its first word, and decoded
+    without losing its own."""
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(steps)
+
+
+def _with_tokens_of_file(backend: Any, vocabulary: dict[str, Any]) -> Any:
+    """Return the tokenizer with the file's tokens, and no others.
+
+    transformers spells a token by its bytes if it has characters outside the byte-level alphabet.
+    But special tokens, such as `<｜User｜>`, occur in texts as the file spells them. It also adds
+    special tokens that the model does not have, such as `<|endoftext|>`.
+    """
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    spelling, known, tokens = bytes_to_unicode(), backend.get_vocab(), vocabulary["tokens"]
+    kinds = (
+        vocabulary.get("token_type") or () if vocabulary["tokenizer_type"] == _BYTE_LEVEL else ()
+    )
+    respelled = {}
+    for token_id, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
+        if kind in (_CONTROL, _USER_DEFINED) and known.get(token) != token_id:
+            respelled["".join(spelling[byte] for byte in token.encode())] = token
+    if not respelled and max(known.values()) < len(tokens):
+        return backend
+    made = json.loads(backend.to_str())
+    ids = made["model"]["vocab"]
+    made["model"]["vocab"] = {respelled.get(token, token): ids[token] for token in ids}
+    made["added_tokens"] = [one for one in made["added_tokens"] if one["id"] < len(tokens)]
+    return Tokenizer.from_str(json.dumps(made))
 
 
 def _add_special(backend: Any, vocabulary: dict[str, Any]) -> None:
