@@ -300,6 +300,18 @@ def test_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert again["cache"]["cpu_bytes"] == 4_000_000
 
 
+def test_a_profile_that_fails_leaves_no_result_of_an_earlier_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert profile(capsys, "demo", "--estimate", *SMALL, "-o", tmp_path).code == 0
+    (tmp_path / "memory.png").touch()  # also where matplotlib is not installed
+    (tmp_path / "notes.txt").touch()
+    failed = profile(capsys, "demo", *SHORT, "--set", "cache.cpu_bytes=100000", "-o", tmp_path)
+    assert failed.code == 5
+    kept = {file.name for file in tmp_path.iterdir()}
+    assert kept == {"recipe.yaml", "environment.json", "notes.txt"}
+
+
 def test_a_folder_that_cannot_be_had_is_refused_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
