@@ -174,10 +174,22 @@ def test_weights_are_no_other_memory_of_a_host(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_gpu_has_the_room_of_a_draft_that_it_does_not_hold() -> None:
-    plan: Any = SimpleNamespace(device=torch.device("cuda"))
+    plan: Any = SimpleNamespace(
+        device=torch.device("cuda"), recipe=SimpleNamespace(cache=allowed(0.9, None))
+    )
     (alone,) = memory._with_draft(Profile(plan, Split((RANK,)), 1), [(0, 0)]).ranks
     assert alone.kv_budget_bytes == (18 + 16) * GIB
     assert (alone.block_bytes, alone.free_bytes) == (3 * 2**20, RANK.free_bytes)
-    plan.device = torch.device("cpu")
+
+
+def test_caches_on_a_host_get_half_of_the_room_of_a_draft_that_it_does_not_hold() -> None:
+    plan: Any = SimpleNamespace(
+        device=torch.device("cpu"), recipe=SimpleNamespace(cache=allowed(0.9, None))
+    )
+    held = Profile(plan, Split((RANK, IDLE)), 1)
+    first, idle = memory._with_draft(held, [(0, 0)] * 2).ranks
+    assert first.kv_budget_bytes == (18 + 16 // 2 // 2) * GIB
+    assert idle.kv_budget_bytes == (34 + 16 // 2 // 2) * GIB
+    plan.recipe.cache = allowed(0.9, 18 * GIB)
     (alone,) = memory._with_draft(Profile(plan, Split((RANK,)), 1), [(0, 0)]).ranks
-    assert alone.kv_budget_bytes == RANK.kv_budget_bytes, "a share of the host's memory"
+    assert alone.kv_budget_bytes == RANK.kv_budget_bytes, "the recipe says how many bytes"

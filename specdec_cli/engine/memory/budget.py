@@ -95,9 +95,13 @@ class RankMemory:
 @dataclass(frozen=True, slots=True)
 class Split:
     """The memory of all ranks. All ranks get the same number of blocks, so the number is limited by
-    the rank where the fewest blocks fit."""
+    the rank where the fewest blocks fit.
+
+    is_limit: True if, on a CPU, weights, activations and caches together must fit into the total.
+    """
 
     ranks: tuple[RankMemory, ...]
+    is_limit: bool = False
 
     @property
     def limiting(self) -> RankMemory:
@@ -124,7 +128,8 @@ class Split:
             f"no room for a KV cache on {where}: {mib(least.kv_budget_bytes)} MiB are left, but "
             f"one block of {block_size} tokens takes {mib(least.block_bytes)} MiB"
         )
-        if not least.device.startswith("cpu"):  # a CPU's budget does not depend on other memory use
+        # A CPU's budget does not depend on other memory use, unless all of it has to fit.
+        if self.is_limit or not least.device.startswith("cpu"):
             message += (
                 f"; of {mib(least.total_bytes)} MiB, weights take "
                 f"{mib(least.target_weight_bytes)} (target) and {mib(least.draft_weight_bytes)} "
