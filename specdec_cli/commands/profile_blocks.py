@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
@@ -43,6 +44,7 @@ _UTILIZATIONS = "Fraction of a GPU's memory to use."
 Utilizations = Annotated[str | None, option("--gpu-memory-utilization", "LIST", _UTILIZATIONS)]
 
 _MOST_POINTS = 1000
+_SUMMARY, _PICTURE = "summary.json", "memory.png"
 
 
 @shared()
@@ -116,14 +118,13 @@ def _measured(
         with importing(world.device):
             from specdec_cli.backends import native
             from specdec_cli.engine.plan import plan
-            from specdec_cli.experiment.folders.run_folder import RunFolder
             from specdec_cli.experiment.memory import document, measure_blocks
 
         native.check_kind(resolved)
         planned = plan(resolved, asked.permissions())
         if asked.output is not None and world.is_first:
             where = native.environment(native.prepared(planned))
-            RunFolder.create(asked.output, resolved, where).close()
+            _opened(asked.output, resolved, where).close()
         profile = measure_blocks(planned, prompts, context, stages.begin, stages.expect)
         # Make the document before calling `world.ready()`: ranks that have called it wait for each
         # other only up to a timeout, and making the document takes a while, because rank 0 also
@@ -240,9 +241,22 @@ def _naming_shapes() -> Iterator[None]:
         raise
 
 
+def _opened(
+    output: Path, resolved: "specdec_cli.recipe.Recipe", where: dict[str, object]
+) -> "specdec_cli.experiment.folders.run_folder.RunFolder":
+    """Create the run folder, and remove the results of an earlier profile, which would contradict
+    the new recipe if this profile fails."""
+    from specdec_cli.experiment.folders.run_folder import RunFolder
+
+    folder = RunFolder.create(output, resolved, where)
+    if (output / _SUMMARY).exists():  # otherwise, a picture there is not ours
+        for name in (_SUMMARY, _PICTURE):
+            folder.forget(name)
+    return folder
+
+
 def _show(document: dict[str, object], resolved: "specdec_cli.recipe.Recipe", asked: Asked) -> None:
     from specdec_cli.experiment.folders.record_lines import to_json
-    from specdec_cli.experiment.folders.run_folder import RunFolder
     from specdec_cli.terminal.memory import print_profile
 
     output, quiet = asked.output, asked.quiet
@@ -251,11 +265,11 @@ def _show(document: dict[str, object], resolved: "specdec_cli.recipe.Recipe", as
 
         where = document["environment"]
         assert isinstance(where, dict)
-        folder = RunFolder.create(output, resolved, where)
-        folder.write("summary.json", to_json(document) + "\n")
+        folder = _opened(output, resolved, where)
+        folder.write(_SUMMARY, to_json(document) + "\n")
         folder.close()
         try:
-            write_memory_picture(document, output / "memory.png")
+            write_memory_picture(document, output / _PICTURE)
         except ImportError:
             warn(["no memory.png without the package matplotlib"])
     show(document, print_profile, as_json=asked.as_json)

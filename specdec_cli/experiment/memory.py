@@ -18,12 +18,12 @@ from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.types import Permissions
 from specdec_cli.engine.build import load_models, measured, out_of_memory
 from specdec_cli.engine.devices import resolve_device
-from specdec_cli.engine.memory.budget import CacheNeed, RankMemory, Split
+from specdec_cli.engine.memory.budget import CPU_SHARE, CacheNeed, RankMemory, Split
 from specdec_cli.engine.memory.estimate import (
     Machine,
     draft_shares,
     empty_gpu,
-    estimate_rank,
+    estimate_ranks,
     host_of,
     this_machine,
 )
@@ -46,8 +46,8 @@ class Profile:
     """The memory of every rank of one plan.
 
     context: the length, in tokens, of the sequences to hold.
-    at_degree: estimates the memory at another tensor-parallel degree of the draft; None for a
-    measured profile.
+    at_degree: estimates the memory at another tensor-parallel degree of the draft, or without the
+    draft (k = 0) if the degree is 0; None for a measured profile.
     """
 
     plan: Plan
@@ -129,7 +129,11 @@ class Estimator:
         tokens = _context(plans[0], prompts, self.context)
 
         def at_degree(degree: int) -> Split:
-            changed = recipe.changed("draft", tensor_parallel_size=degree)
+            changed = (
+                recipe.changed("draft", tensor_parallel_size=degree)
+                if degree
+                else recipe.changed("speculation", num_speculative_tokens=0)
+            )
             return _split(
                 plan_all_ranks(changed, self.permissions, device, self._describe), machine
             )
@@ -160,7 +164,7 @@ def _machine(recipe: Recipe, room: Room | None) -> tuple[torch.device, Machine]:
 
 def _split(plans: Sequence[Plan], machine: Machine) -> Split:
     need = cache_need(plans[0], plans[0].max_model_len)
-    return Split(tuple(estimate_rank(planned, need, machine) for planned in plans))
+    return Split(tuple(estimate_ranks(plans, need, machine)), is_limit=machine.is_limit)
 
 
 def document(recipe: Recipe, profile: Profile) -> dict[str, Any]:
@@ -280,8 +284,14 @@ def _more_room(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
         found.append(f"--set cache.max_model_len={longest}: the batch fits at that length")
     wanted = [rank.held_bytes + need.num_blocks * rank.block_bytes for rank in split.ranks]
     if planned.device.type == "cpu":
+        # Where weights and activations count too, more bytes for the caches help only if these
+        # were limited by the recipe.
+        can_grow = not split.is_limit or all(
+            w <= rank.total_bytes for w, rank in zip(wanted, split.ranks, strict=True)
+        )
         total = need.num_blocks * max(rank.block_bytes for rank in split.ranks) * len(split.ranks)
-        found.append(f"--set cache.cpu_bytes={total}, if the host has them")
+        if can_grow:
+            found.append(f"--set cache.cpu_bytes={total}, if the host has them")
     else:
         shares = [w / rank.total_bytes for w, rank in zip(wanted, split.ranks, strict=True)]
         if (share := math.ceil(max(shares) * 1000) / 1000) <= _MOST_UTILIZATION:
@@ -300,13 +310,18 @@ def _draft_cost(profile: Profile) -> dict[str, Any] | None:
     """Compute how much cache capacity the draft costs, compared with the target alone, at each of
     its possible tensor-parallel degrees. Return None without a draft.
 
-    An estimated profile is estimated again for each degree. In a measured profile, only the bytes
-    of the draft's weights and blocks are replaced, because they can be computed from its config.
+    An estimated profile is estimated again for each degree, and without the draft. In a measured
+    profile, only the bytes of the draft's weights and blocks are replaced, because they can be
+    computed from its config.
     """
     planned = profile.plan
     if planned.draft is None:
         return None
-    alone = _with_draft(profile, [(0, 0)] * len(profile.split.ranks))
+    alone = (
+        _with_draft(profile, [(0, 0)] * len(profile.split.ranks))
+        if profile.at_degree is None
+        else profile.at_degree(0)
+    )
     rows = []
     size, method = planned.parallel.size, planned.recipe.speculation.method
     # A draft whose weights are in the target's checkpoint always has the target's degree.
@@ -340,14 +355,19 @@ def _draft_cost(profile: Profile) -> dict[str, Any] | None:
 
 
 def _with_draft(profile: Profile, shares: Sequence[tuple[int, int]]) -> Split:
-    """Return the memory of each rank with the sizes of its draft replaced by `shares`.
+    """Return the measured memory of each rank with the sizes of its draft replaced by `shares`.
+    Ranks on a CPU are assumed to share one host.
 
     shares: for each rank, the bytes of the draft's weights and those of one of its cache blocks.
     """
-    on_gpu = profile.plan.device.type == "cuda"
+    on_gpu, measured_ranks = profile.plan.device.type == "cuda", profile.split.ranks
+    # On a CPU the weights of all ranks come off the memory of which the caches get a share.
+    freed = sum(r.draft_weight_bytes for r in measured_ranks) - sum(w for w, _ in shares)
+    is_share = profile.plan.recipe.cache.cpu_bytes is None
+    of_host = int(CPU_SHARE * freed) // len(measured_ranks) if is_share else 0
     ranks = []
-    for rank, (weights, block) in zip(profile.split.ranks, shares, strict=True):
-        more = rank.draft_weight_bytes - weights if on_gpu else 0
+    for rank, (weights, block) in zip(measured_ranks, shares, strict=True):
+        more = rank.draft_weight_bytes - weights if on_gpu else of_host
         ranks.append(
             replace(
                 rank,
@@ -356,7 +376,7 @@ def _with_draft(profile: Profile, shares: Sequence[tuple[int, int]]) -> Split:
                 kv_budget_bytes=max(0, rank.kv_budget_bytes + more),
             )
         )
-    return Split(tuple(ranks))
+    return replace(profile.split, ranks=tuple(ranks))
 
 
 def memory_cost(

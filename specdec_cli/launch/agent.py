@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
+_TRY_S, _AGAIN_S = 10.0, 0.1  # how long to try to write a file, and the time between attempts
 # These modules import nearly everything that a rank uses. They run nothing on a device, because a
 # rank could not use CUDA if it were forked from a process that uses CUDA. They include the code of
 # two model families, which imports nearly all that other families need. For a program other than
@@ -122,10 +123,24 @@ def main(arguments: list[str]) -> None:
     while ranks:
         pid, status = os.wait()
         exits.append(Exit(ranks.pop(pid), os.waitstatus_to_exitcode(status), time.time()))
-        scratch = Path(folder, "exits.tmp")
-        scratch.write_text(json.dumps([astuple(end) for end in exits]))
-        scratch.rename(Path(folder, "exits"))
+        _write_exits(Path(folder), exits)
     os._exit(0)  # the parent waits, and freeing torch's objects takes half a second
+
+
+def _write_exits(folder: Path, exits: list[Exit]) -> None:
+    """Write which ranks have ended, and try again for a while if that fails, for example because
+    the disk is full."""
+    deadline = time.monotonic() + _TRY_S
+    scratch = folder / "exits.tmp"
+    while time.monotonic() < deadline:
+        try:
+            scratch.write_text(json.dumps([astuple(end) for end in exits]))
+            scratch.rename(folder / "exits")
+            return
+        except FileNotFoundError:  # the parent has deleted the folder
+            return
+        except OSError:
+            time.sleep(_AGAIN_S)
 
 
 def _be_rank(rank: int, num_ranks: int, agent: int, tie: int, program: list[str]) -> NoReturn:

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
 from specdec_cli.errors import ExitCode, SetupError
@@ -30,6 +31,8 @@ from specdec_cli.launch.reports import (
 from specdec_cli.launch.seat import Seat
 
 _LINGER_S = 2.0  # how long a failed rank waits for others to report before it exits
+_TRY_S = 10.0  # how long a rank tries to write its report, for example while the disk is full
+_AGAIN_S = 0.1
 
 
 class PeersMissing(SetupError):
@@ -89,8 +92,7 @@ class Rank:
             with contextlib.suppress(ValueError):  # only the main thread may set handlers
                 signal.signal(number, lambda *_: asked.set())
         if self.seat.folder is not None:
-            with contextlib.suppress(FileNotFoundError):  # the parent has deleted the folder
-                write_report(self.seat.folder, report)
+            _write_patiently(self.seat.folder, report)
             if report.end is End.LOST_PEERS:
                 asked.wait(_LINGER_S)
             return None
@@ -145,7 +147,9 @@ class Rank:
 
     def _on_beat(self, beat: Beat) -> None:
         if self.seat.folder is not None:
-            with contextlib.suppress(FileNotFoundError):
+            # The parent may have deleted the folder, or the disk may be full for a moment. An error
+            # here would end the heartbeat, and the parent would take this rank for hung.
+            with contextlib.suppress(OSError):
                 write_beat(self.seat.folder, beat)
         elif self.limit_s is not None:
             is_hung = beat.state == BUSY and beat.at - beat.moved_at > self.limit_s
@@ -191,6 +195,20 @@ class Rank:
                 path = stderr_path(folder, self.seat.rank)
                 devnull = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(devnull, 2)
+
+
+def _write_patiently(folder: Path, report: Report) -> None:
+    """Write a report, and try again for a while if that fails. If it keeps failing, the parent says
+    that this rank ended without a report."""
+    deadline = time.monotonic() + _TRY_S
+    while time.monotonic() < deadline:
+        try:
+            return write_report(folder, report)
+        except FileNotFoundError:  # the parent has deleted the folder
+            return None
+        except OSError:
+            time.sleep(_AGAIN_S)
+    return None
 
 
 def stuck(beat: Beat, now: float, timeout_s: float) -> Report:

@@ -1,6 +1,7 @@
 """Reads the rank of this process from its environment variables. Does not import torch."""
 
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ class Seat:
     address, port: the address at which the ranks connect to each other.
     folder: a private folder, through which ranks that `specdec` started connect and report; None
         for other ranks.
+    step: the job and step of Slurm, such as 4242.1; empty for other ranks.
     """
 
     rank: int
@@ -38,6 +40,7 @@ class Seat:
     address: str
     port: int
     folder: Path | None = None
+    step: str = ""
 
     def __post_init__(self) -> None:
         if self.rank >= self.size:
@@ -89,7 +92,9 @@ def _slurm(environ: Mapping[str, str]) -> Seat:
     address = first_host(nodes) if nodes else environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost")
     job = _integer(environ, "SLURM_JOB_ID", default=0)
     step = _integer(environ, "SLURM_STEP_ID", default=0)
-    port = _FIRST_PORT + (job + step) % _NUM_PORTS
+    # A hash, because a sum would give job 100, step 1 the port of job 101, step 0.
+    name = f"{job}.{step}"
+    port = _FIRST_PORT + zlib.crc32(name.encode()) % _NUM_PORTS
     return Seat(
         rank=_integer(environ, "SLURM_PROCID"),
         size=size,
@@ -98,6 +103,7 @@ def _slurm(environ: Mapping[str, str]) -> Seat:
         started_by="srun",
         address=environ.get("MASTER_ADDR", address),
         port=_integer(environ, "MASTER_PORT", default=port),
+        step=name,
     )
 
 

@@ -273,7 +273,7 @@ def _meet(rank: Rank, device: str, timeout_s: float) -> None:
                     wait_for_workers=False,
                     timeout=timedelta(seconds=seconds),
                 )
-                return PrefixStore("specdec", client)
+                return PrefixStore(f"specdec{seat.step}", client)
 
             rank.store = connect(patience.total_seconds())
             rank.watch = PeerWatch(connect(timeout_s), seat.rank, seat.size, timeout_s)

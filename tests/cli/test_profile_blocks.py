@@ -300,6 +300,18 @@ def test_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert again["cache"]["cpu_bytes"] == 4_000_000
 
 
+def test_a_profile_that_fails_leaves_no_result_of_an_earlier_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert profile(capsys, "demo", "--estimate", *SMALL, "-o", tmp_path).code == 0
+    (tmp_path / "memory.png").touch()  # also where matplotlib is not installed
+    (tmp_path / "notes.txt").touch()
+    failed = profile(capsys, "demo", *SHORT, "--set", "cache.cpu_bytes=100000", "-o", tmp_path)
+    assert failed.code == 5
+    kept = {file.name for file in tmp_path.iterdir()}
+    assert kept == {"recipe.yaml", "environment.json", "notes.txt"}
+
+
 def test_a_folder_that_cannot_be_had_is_refused_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,6 +395,37 @@ def test_the_memory_of_a_host_holds_all(capsys: pytest.CaptureFixture[str]) -> N
     assert 8 < profile(capsys, *cpu, *asked).document["context"] < 14
     small = profile(capsys, *cpu[:4], "--memory", "20MiB")
     assert small.code == 5 and "no room for a KV cache on cpu" in small.err
+    told = r"of 20\.0 MiB, weights take [\d.]+ \(target\) and [\d.]+ \(draft\), activations [\d.]+"
+    assert re.search(told, small.err)
+
+
+def test_a_target_alone_has_the_blocks_of_plain_decoding(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ("demo", "--estimate", "--device", "cpu", "--memory", "100MiB", "--context", "400")
+    document = profile(capsys, *asked, "-k", "4,0", "--batch-size", "7", "--json").document
+    with_draft, alone = (point["num_blocks"] for point in document["points"])
+    (row,) = document["draft_cost"]["by_draft_tp"]
+    assert document["draft_cost"]["target_alone"]["num_blocks"] == alone
+    assert row["lost_share"] == pytest.approx(1 - with_draft / alone)
+    assert not document["fit"]["fits"]
+    assert "-k 0: without the draft it fits" in document["fit"]["advice"]
+
+
+def test_more_bytes_for_caches_are_advised_only_where_the_host_has_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ("demo", "--estimate", "--device", "cpu", "--memory", "100MiB", "--context", "400")
+
+    def advice(*more: str) -> list[str]:
+        return profile(capsys, *asked, *more, "--json").document["fit"]["advice"]
+
+    assert not any("cpu_bytes" in line for line in advice("--batch-size", "7"))
+    few = ("--set", "cache.cpu_bytes=4000000", "--batch-size")
+    assert not any("cpu_bytes" in line for line in advice(*few, "7"))
+    wanted = next(line for line in advice(*few, "3") if "cpu_bytes" in line).split()[1]
+    more = ("--set", wanted.rstrip(","), "--batch-size", "3", "--json")
+    assert profile(capsys, *asked, *more).document["fit"]["fits"]
 
 
 @pytest.mark.parametrize("way", [["--estimate"], []], ids=["estimated", "measured"])

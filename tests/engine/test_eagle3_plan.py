@@ -17,7 +17,7 @@ from specdec_cli.core.types import Permissions, Request, SamplingParams
 from specdec_cli.engine.build import build, load_models, measured
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.memory.budget import CacheNeed
-from specdec_cli.engine.memory.estimate import estimate_passes, estimate_rank, this_machine
+from specdec_cli.engine.memory.estimate import estimate_passes, estimate_ranks, this_machine
 from specdec_cli.engine.memory.measured import weight_bytes
 from specdec_cli.engine.plan import Plan, block_bytes_of, plan, plan_all_ranks
 from specdec_cli.errors import ExitCode, SetupError, SpecdecError
@@ -484,7 +484,7 @@ def test_blocks_and_weights_by_hand(pair: Pair) -> None:
 
 def estimates(found: Plan, need: CacheNeed) -> list[Any]:
     plans = plan_all_ranks(found.recipe, Permissions(), found.device)
-    return [estimate_rank(p, need, this_machine(found.device, 1)) for p in plans]
+    return estimate_ranks(plans, need, this_machine(found.device, 1))
 
 
 @pytest.mark.usefixtures("steady_memory")

@@ -16,9 +16,10 @@ from specdec_cli.engine.loop import Engine, RunResult
 from specdec_cli.engine.memory.budget import CacheNeed, RankMemory, Split
 from specdec_cli.engine.memory.chunk_bytes import chunk_bytes
 from specdec_cli.engine.memory.estimate import (
+    Machine,
     empty_gpu,
     estimate_passes,
-    estimate_rank,
+    estimate_ranks,
     this_machine,
 )
 from specdec_cli.engine.memory.measured import (
@@ -102,7 +103,7 @@ def test_the_split_of_a_pair_by_hand(tmp_path: Path) -> None:
     recipe = pair(tmp_path, "llama", "llama", (2, 1))
     plans = plan_all_ranks(recipe, Permissions(), CUDA)
     need = CacheNeed(1, 64, plans[0].k, 8)
-    split = Split(tuple(estimate_rank(p, need, empty_gpu(4 * GIB, 2)) for p in plans))
+    split = Split(tuple(estimate_ranks(plans, need, empty_gpu(4 * GIB, 2))))
     first, idle = split.ranks
     assert idle.draft_weight_bytes == 0 < first.draft_weight_bytes
     for rank in split.ranks:
@@ -145,13 +146,13 @@ def test_experts_of_every_rank_by_hand(family: str, size: int, tmp_path: Path) -
         # Biases of attention, of the router, of gate and up and of down; and sinks.
         layer += queries + 2 * keys + 4 + 4 * 2 * inner // size + 4 * 64 + 4 // size
     plans = plan_all_ranks(pair(tmp_path, family, None, (size, 1)), Permissions(), CPU)
-    need, machine = CacheNeed(1, 64, 0, 8), this_machine(CPU, size)
+    guesses = estimate_ranks(plans, CacheNeed(1, 64, 0, 8), this_machine(CPU, size))
     tables = 2 * plans[0].max_model_len * 16
     for rank, planned in enumerate(plans):
         head = 64 * len(range(97)[rank * -(-97 // size) :][: -(-97 // size)])
         # The bias of an output projection is the first rank's.
         once = 2 * 64 if family == "gpt_oss" and rank == 0 else 0
-        found = estimate_rank(planned, need, machine).target_weight_bytes
+        found = guesses[rank].target_weight_bytes
         assert found == 2 * (EMBEDDING + NORMS + 2 * layer + head + once + tables), rank
         held, _ = weight_bytes(load_models(planned))
         assert held == pytest.approx(found, abs=512), "inverse frequencies are not counted"
@@ -181,7 +182,17 @@ def demo(**keys: object) -> Recipe:
 def estimates(recipe: Recipe, need: CacheNeed) -> list[RankMemory]:
     device = plan(recipe).device
     machine = this_machine(device, 1)
-    return [estimate_rank(p, need, machine) for p in plan_all_ranks(recipe, Permissions(), device)]
+    return estimate_ranks(plan_all_ranks(recipe, Permissions(), device), need, machine)
+
+
+def test_ranks_of_a_host_share_what_the_weights_of_all_leave(tmp_path: Path) -> None:
+    """Only rank 0 holds the draft, and its weights take from the caches of both ranks."""
+    plans = plan_all_ranks(pair(tmp_path, "llama", "llama", (2, 1)), Permissions(), CPU)
+    machine = Machine("cpu", 2 * GIB, 0, available_bytes=GIB)
+    first, idle = estimate_ranks(plans, CacheNeed(1, 64, plans[0].k, 8), machine)
+    assert idle.draft_weight_bytes == 0 < first.draft_weight_bytes
+    loaded = sum(r.target_weight_bytes + r.draft_weight_bytes for r in (first, idle))
+    assert first.kv_budget_bytes == idle.kv_budget_bytes == (2 * GIB - loaded) // 2 // 2
 
 
 def test_weights_are_counted_as_they_lie_in_memory() -> None:

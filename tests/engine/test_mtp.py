@@ -17,7 +17,7 @@ from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import Permissions, Request, SamplingParams, Sequence
 from specdec_cli.engine.build import build, load_models, measured
 from specdec_cli.engine.memory.budget import CacheNeed
-from specdec_cli.engine.memory.estimate import estimate_rank, this_machine
+from specdec_cli.engine.memory.estimate import estimate_ranks, this_machine
 from specdec_cli.engine.memory.measured import weight_bytes
 from specdec_cli.engine.plan import Plan, plan_all_ranks
 from specdec_cli.errors import ExitCode, SetupError, UsageError
@@ -454,7 +454,7 @@ def test_estimates_are_near_on_a_cpu(
     found = planned(target if count == 1 else two, 2, **keys)
     need = CacheNeed(4, 300, found.k, 4)
     plans = plan_all_ranks(found.recipe, Permissions(), found.device)
-    (guess,) = [estimate_rank(p, need, this_machine(found.device, 1)) for p in plans]
+    (guess,) = estimate_ranks(plans, need, this_machine(found.device, 1))
     mine = measured(found, load_models(found), need)
     assert mine.fits == pytest.approx(guess.fits, rel=0.05)
     assert mine.draft_weight_bytes == pytest.approx(guess.draft_weight_bytes, abs=256)

@@ -1,5 +1,7 @@
 """The rank of a process is read from the variables of torchrun and Slurm."""
 
+from zlib import crc32
+
 import pytest
 
 from specdec_cli.errors import UsageError
@@ -52,11 +54,17 @@ def test_srun_meets_at_the_first_node_of_the_job() -> None:
     assert seat is not None
     assert (seat.rank, seat.size, seat.local_rank, seat.local_size) == (5, 7, 1, 3)
     assert (seat.address, seat.started_by) == ("gpu07", "srun")
-    assert seat.port == 10000 + 4243
+    assert (seat.port, seat.step) == (10000 + crc32(b"4242.1") % 20000, "4242.1")
 
 
 def test_srun_steps_of_a_job_do_not_share_a_port() -> None:
     one, two = find_seat(SLURM), find_seat({**SLURM, "SLURM_STEP_ID": "2"})
+    assert one is not None and two is not None and one.port != two.port
+
+
+def test_srun_steps_of_neighbouring_jobs_do_not_share_a_port() -> None:
+    """Two jobs on one node, whose ids and steps have the same sum."""
+    one, two = find_seat(SLURM), find_seat({**SLURM, "SLURM_JOB_ID": "4243", "SLURM_STEP_ID": "0"})
     assert one is not None and two is not None and one.port != two.port
 
 

@@ -542,6 +542,21 @@ def test_exit_codes(
     assert code_of(records, tokens_of(records)) == expected
 
 
+def test_what_was_measured_stays_so_where_fewer_gpus_are_visible() -> None:
+    records = filled(tp1=(2.0, 2.0), tp2=(2.0, 2.0))
+    before = [point.model_dump_json() for point in records.update_points()]
+    reason = "needs 2 GPUs, and this machine has 1"
+    records.skips = {pair: Skip(reason, expected=False) for pair in SETTINGS.pairs}
+    records.update_points()
+    assert [point.model_dump_json() for point in records.points] == before
+    assert code_of(records, tokens_of(records)) == 0
+    del records.kept.samples[SETTINGS.key(Pair(2, 2), 8, 2)]
+    records.update_points()
+    skipped = [p for p in records.points if p.status == "skipped"]
+    assert [(p.draft_tp, p.batch_size, p.reason) for p in skipped] == [(2, 8, reason)]
+    assert code_of(records, tokens_of(records)) == 3
+
+
 def test_few_prompts_are_told_at_the_batch_size_that_has_fewest() -> None:
     recipe = load_recipe("demo", {"run.device": "cpu"}, {})
     prompts = [Prompt(i, "def f():") for i in range(40)]
@@ -652,6 +667,8 @@ def test_pairs_without_gpus_enough_are_skipped() -> None:
     assert Pair(4, 4) not in skips_of(asked, job, num_gpus=None)
     with pytest.raises(SetupError, match="no pair can run here: needs 2 GPUs"):
         skips_of(replace(SETTINGS, draft_tps=(1,)), job, num_gpus=1)
+    with pytest.raises(SetupError, match="no pair can run here: needs 2 GPUs"):
+        skips_of(replace(SETTINGS, target_tps=(2, 3), draft_tps=(1,)), job, num_gpus=1)
     with pytest.raises(UsageError, match=r"no legal pair: .*3"):  # heads do not divide
         skips_of(replace(SETTINGS, target_tps=(3,), draft_tps=(1,)), job, num_gpus=None)
 

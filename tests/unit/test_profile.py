@@ -86,6 +86,7 @@ def test_a_sequence_needs_room_for_two_rounds() -> None:
 
 def test_a_control_group_limits_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(profile, "_CGROUP", str(tmp_path))
+    monkeypatch.setattr(profile, "_OWN_GROUP", str(tmp_path / "none"))
     whole = profile.total_memory()
     (tmp_path / "memory.max").write_text("max\n")
     assert profile.total_memory() == whole
@@ -94,6 +95,41 @@ def test_a_control_group_limits_the_host(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 100\nactive_file 50\n")
     assert profile.total_memory() == 1000
     assert profile.available_memory() == 400, "files that nobody needs can go"
+
+
+@pytest.mark.parametrize(
+    ("own", "total", "available"),
+    [
+        ("0::/slurm/job_1/step_0\n", 800, 250),  # the job's limit, and the step's rest
+        ("9:name=systemd:/\n0::/slurm/job_1\n", 800, 400),
+        ("0::/slurm\n", 2000, 1900),
+        ("0::/slurm/job_1/gone\n", 800, 400),  # a group that the process does not see
+        ("0::/\n", 2000, 1900),
+        ("0::/../slurm/job_1\n", 2000, 1900),
+    ],
+    ids=["step", "job", "service", "hidden", "root", "outside"],
+)
+def test_the_limits_of_all_groups_above_a_process_count(
+    own: str, total: int, available: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Slurm limits a job and its steps, and the process sees the groups of the whole host."""
+    monkeypatch.setattr(profile, "_CGROUP", str(tmp_path / "fs"))
+    monkeypatch.setattr(profile, "_OWN_GROUP", str(tmp_path / "own"))
+    (tmp_path / "own").write_text(own)
+    (tmp_path / "memory.max").write_text("7\n")  # outside the groups
+    groups = {
+        "": ("2000", 100, 0),
+        "slurm": ("max", 900, 0),
+        "slurm/job_1": ("800", 600, 200),
+        "slurm/job_1/step_0": ("900", 700, 50),
+    }
+    for name, (limit, used, inactive) in groups.items():
+        group = tmp_path / "fs" / name
+        group.mkdir()
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text(f"{used}\n")
+        (group / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\n")
+    assert (profile.total_memory(), profile.available_memory()) == (total, available)
 
 
 def test_a_cpu_budget_is_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,10 +210,22 @@ def test_weights_are_no_other_memory_of_a_host(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_gpu_has_the_room_of_a_draft_that_it_does_not_hold() -> None:
-    plan: Any = SimpleNamespace(device=torch.device("cuda"))
+    plan: Any = SimpleNamespace(
+        device=torch.device("cuda"), recipe=SimpleNamespace(cache=allowed(0.9, None))
+    )
     (alone,) = memory._with_draft(Profile(plan, Split((RANK,)), 1), [(0, 0)]).ranks
     assert alone.kv_budget_bytes == (18 + 16) * GIB
     assert (alone.block_bytes, alone.free_bytes) == (3 * 2**20, RANK.free_bytes)
-    plan.device = torch.device("cpu")
+
+
+def test_caches_on_a_host_get_half_of_the_room_of_a_draft_that_it_does_not_hold() -> None:
+    plan: Any = SimpleNamespace(
+        device=torch.device("cpu"), recipe=SimpleNamespace(cache=allowed(0.9, None))
+    )
+    held = Profile(plan, Split((RANK, IDLE)), 1)
+    first, idle = memory._with_draft(held, [(0, 0)] * 2).ranks
+    assert first.kv_budget_bytes == (18 + 16 // 2 // 2) * GIB
+    assert idle.kv_budget_bytes == (34 + 16 // 2 // 2) * GIB
+    plan.recipe.cache = allowed(0.9, 18 * GIB)
     (alone,) = memory._with_draft(Profile(plan, Split((RANK,)), 1), [(0, 0)]).ranks
-    assert alone.kv_budget_bytes == RANK.kv_budget_bytes, "a share of the host's memory"
+    assert alone.kv_budget_bytes == RANK.kv_budget_bytes, "the recipe says how many bytes"

@@ -11,6 +11,7 @@ from specdec_cli.recipe import CacheSection
 
 CPU_SHARE = 0.5  # the caches' share of available host memory if the recipe sets no cpu_bytes
 _CGROUP = "/sys/fs/cgroup"
+_OWN_GROUP = "/proc/self/cgroup"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +96,13 @@ class RankMemory:
 @dataclass(frozen=True, slots=True)
 class Split:
     """The memory of all ranks. All ranks get the same number of blocks, so the number is limited by
-    the rank where the fewest blocks fit."""
+    the rank where the fewest blocks fit.
+
+    is_limit: True if, on a CPU, weights, activations and caches together must fit into the total.
+    """
 
     ranks: tuple[RankMemory, ...]
+    is_limit: bool = False
 
     @property
     def limiting(self) -> RankMemory:
@@ -124,7 +129,8 @@ class Split:
             f"no room for a KV cache on {where}: {mib(least.kv_budget_bytes)} MiB are left, but "
             f"one block of {block_size} tokens takes {mib(least.block_bytes)} MiB"
         )
-        if not least.device.startswith("cpu"):  # a CPU's budget does not depend on other memory use
+        # A CPU's budget does not depend on other memory use, unless all of it has to fit.
+        if self.is_limit or not least.device.startswith("cpu"):
             message += (
                 f"; of {mib(least.total_bytes)} MiB, weights take "
                 f"{mib(least.target_weight_bytes)} (target) and {mib(least.draft_weight_bytes)} "
@@ -190,16 +196,17 @@ def room_now(device: torch.device, cache: CacheSection) -> int:
 
 
 def total_memory() -> int:
-    """Return the host's memory in bytes, or the control group's limit if that is lower."""
+    """Return the host's memory in bytes, or the lowest limit of a control group of this process if
+    that is lower."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _group_number("memory.max")
-    return whole if limit is None else min(whole, limit)
+    limits = (_group_number(group, "memory.max") for group in _groups())
+    return min([whole, *(limit for limit in limits if limit is not None)])
 
 
 def available_memory() -> int:
     """Return the available host memory in bytes. This is the estimate in /proc/meminfo, or half of
-    the host's memory if /proc/meminfo has no estimate. If the control group has a memory limit, the
-    result is at most what this limit leaves."""
+    the host's memory if /proc/meminfo has no estimate. If control groups of this process have
+    memory limits, the result is at most what each limit leaves."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
@@ -208,20 +215,39 @@ def available_memory() -> int:
                     found = int(line.split()[1]) * 1024
     except OSError:
         pass
-    limit, used = _group_number("memory.max"), _group_number("memory.current")
-    if limit is None or used is None:
-        return found
-    return max(0, min(found, limit - used + (_group_number("memory.stat", "inactive_file") or 0)))
+    for group in _groups():
+        limit, used = (_group_number(group, f"memory.{name}") for name in ("max", "current"))
+        if limit is not None and used is not None:
+            freed = _group_number(group, "memory.stat", "inactive_file") or 0
+            found = min(found, limit - used + freed)
+    return max(0, found)
 
 
-def _group_number(file: str, key: str | None = None) -> int | None:
-    """Read a number from a file of this process's control group (cgroup v2), such as memory.max.
+def _groups() -> list[str]:
+    """Return the folders of this process's control group (cgroup v2) and of all groups above it,
+    since the limits of all apply. A process with its own namespace of groups sees only the last
+    one."""
+    path = ""
+    try:
+        with open(_OWN_GROUP, encoding="utf-8", errors="surrogateescape") as lines:
+            path = next((line[3:].strip() for line in lines if line.startswith("0::")), "")
+    except OSError:
+        pass
+    names = [name for name in path.split("/") if name]
+    if ".." in names:  # the group is outside the namespace
+        names = []
+    return ["/".join([_CGROUP, *names[:n]]) for n in range(len(names), -1, -1)]
 
+
+def _group_number(group: str, file: str, key: str | None = None) -> int | None:
+    """Read a number from a file of a control group, such as memory.max.
+
+    group: the folder of the group.
     key: the word before the number, in a file with several; None for a file that holds a single
     number. Return None if the file is missing or has no such number.
     """
     try:
-        with open(f"{_CGROUP}/{file}", encoding="ascii") as lines:
+        with open(f"{group}/{file}", encoding="ascii") as lines:
             for line in lines:
                 name, _, value = line.strip().rpartition(" ")
                 if name == (key or ""):

@@ -1,5 +1,6 @@
 """Estimates the memory of passes from the shapes of their tensors. See docs/memory.md."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -143,9 +144,25 @@ def _talk(num_ranks: int) -> int:
     return COMMUNICATION_BYTES if num_ranks > 1 else 0
 
 
-def estimate_rank(plan: Plan, need: CacheNeed, machine: Machine) -> RankMemory:
-    """Estimate the result of `engine.memory.measured.measure_rank` without loading anything."""
-    weights = [_loaded_bytes(plan, model) for model in plan.held]
+def estimate_ranks(plans: Sequence[Plan], need: CacheNeed, machine: Machine) -> list[RankMemory]:
+    """Estimate the results of `engine.memory.measured.measure_rank` on all ranks without loading
+    anything."""
+    weights = [[_loaded_bytes(plan, model) for model in plan.held] for plan in plans]
+    on_host = sum(map(sum, weights))
+    return [
+        _estimate_rank(plan, own, on_host, need, machine)
+        for plan, own in zip(plans, weights, strict=True)
+    ]
+
+
+def _estimate_rank(
+    plan: Plan, weights: Sequence[int], on_host: int, need: CacheNeed, machine: Machine
+) -> RankMemory:
+    """Estimate the memory of one rank.
+
+    weights: the bytes of its target's weights, and of its draft's weights if it holds any.
+    on_host: the bytes of the weights of all ranks, which share the host if they run on its CPU.
+    """
     passes = estimate_passes(plan, need)
     overhead = Overhead(machine.total_bytes, passes.activation, passes.graphs, machine.other_bytes)
     cache, num_ranks = plan.recipe.cache, plan.parallel.size
@@ -156,7 +173,7 @@ def estimate_rank(plan: Plan, need: CacheNeed, machine: Machine) -> RankMemory:
         asked = cache.cpu_bytes
         budget = left if asked is None else min(left, asked // num_ranks)
     else:
-        available = (machine.available_bytes - sum(weights)) * num_ranks
+        available = machine.available_bytes * num_ranks - on_host
         budget = host_budget(cache, max(0, available), num_ranks)
     of_models = weights[0], sum(weights[1:])
     return memory_of(plan, machine.name, overhead, of_models, budget)

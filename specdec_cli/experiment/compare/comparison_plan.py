@@ -128,6 +128,7 @@ def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> di
     machine's GPUs; None for ranks on CPUs. Raises `UsageError` if no pair is legal, and
     `SetupError` if every legal pair needs more GPUs than this machine has."""
     found: dict[Pair, Skip] = {}
+    lacking: list[str] = []  # reasons of pairs for which only GPUs are missing
     own = own_plan(job)
     target, device = own.target.spec, own.device
     unsplit = {
@@ -152,11 +153,12 @@ def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> di
         elif num_gpus is not None and pair.target_tp > num_gpus:
             reason = f"needs {pair.target_tp} GPUs, and this machine has {num_gpus}"
             found[pair] = Skip(reason, expected=False)
+            lacking.append(reason)
     if len(found) == len(settings.pairs):
+        if lacking:
+            raise SetupError(f"no pair can run here: {lacking[0]}", "pass smaller --target-tp")
         legal = [skip.reason for skip in found.values() if not skip.expected]
         illegal = [skip.reason for skip in found.values() if skip.expected]
-        if legal and not any(unsplit.values()):
-            raise SetupError(f"no pair can run here: {legal[0]}", "pass smaller --target-tp")
         raise UsageError(
             f"no legal pair: {(legal or illegal)[0]}",
             "the draft's degree must divide the target's (--target-tp 4 --draft-tp 1,2,4), and "

@@ -98,7 +98,7 @@ _OF_REPEATS = (
 class ComparisonRecords:
     """The records of a comparison, and the reasons why some pairs have none.
 
-    skips: the pairs that are not run, each with the reason.
+    skips: the pairs that are not run, each with the reason. Earlier samples of them still count.
     kept: the records of the run folder.
     failures: the failures since this command started, by pair and batch size. They are not stored,
         so a resumed run tries again.
@@ -199,7 +199,9 @@ class ComparisonRecords:
         return point.model_copy(update=self._blocks(complete))
 
     def _failure(self, pair: Pair, batch_size: int) -> Failure | None:
-        if (skip := self.skips.get(pair)) is not None:
+        # A pair that was measured stays so, even if this machine shows fewer GPUs now.
+        skip = self.skips.get(pair)
+        if skip is not None and not self.is_complete(pair, batch_size):
             return Failure("skipped", skip.reason)
         return self.failures.get((pair, batch_size))
 

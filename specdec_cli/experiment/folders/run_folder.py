@@ -173,7 +173,7 @@ class RunFolder:
                 raise LostRecords(f"{self.path / name} was cut short")
 
     def forget(self, name: str) -> None:
-        """Remove a record file that no longer applies."""
+        """Remove a file that no longer applies."""
         with or_setup_error(f"cannot remove {self.path / name}"):
             (self.path / name).unlink(missing_ok=True)
             if (descriptor := self._files.pop(name, None)) is not None:
