@@ -125,8 +125,8 @@ class Trainer:
         texts, held, frame = read_texts(args.texts, self.target.vocab_size)
         self.num_texts = len(texts)
         self.text_tokens = sum(len(t.ids) for t in texts)
-        ranked = by_frequency(texts, self.target.vocab_size)
-        self.often = ranked[: args.often].sort().values
+        self.ranked = by_frequency(texts, self.target.vocab_size)
+        self.often = self.ranked[: args.often].sort().values
         self.rows = packed(joined(texts, frame, args.length, args.joined, args.seed), args.length)
         self.held = packed(
             [(t[0], t[1]) for t in joined(held, frame, args.length, 0.0, 0)], args.length
@@ -137,7 +137,7 @@ class Trainer:
             flush=True,
         )
         own = {name: getattr(args, name) for name in args.reads}
-        options = Options(mask=int(ranked[-1]), **own)
+        options = Options(mask=int(self.ranked[-1]), **own)
         self.made_by = {"kind": args.kind} | own
         module = importlib.import_module(f"scripts.speculators.kinds.{args.kind}")
         self.kind: Kind = module.make(self.target, options)
@@ -234,7 +234,7 @@ class Trainer:
     def save(self, found: dict[str, Any]) -> None:
         """Save the speculator, the record of its training, and the state from which to go on."""
         args = self.args
-        self.kind.save(self.target, self.often, args.out / "speculator")
+        self.kind.save(self.target, self.ranked, args.out / "speculator")
         size = sum(p.numel() for p in self.parameters)
         told = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
         told |= found | {

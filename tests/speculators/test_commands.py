@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from scripts.speculators import commands, evaluate, texts, train
@@ -199,6 +201,45 @@ def test_from_a_target_to_a_measured_draft(
         assert set(found["categories"]) == {"text", "data", "io", "net", "math"}
     # The last round of a text may propose fewer tokens, so this is close and not equal.
     assert runs[1]["tokens_a_round"] == pytest.approx(1 + runs[1]["accepted"][0], rel=0.05)
+
+
+def test_prompts_are_the_first_turns_of_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, parts = tmp_path / "chats.jsonl", [{"type": "text", "text": "def f(x):"}]
+    system = {"role": "system", "content": "Be brief."}
+    chats = [[system, {"role": "user", "content": said}] for said in (parts, "class A:")]
+    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    given = (*PROMPTS[:2], "--prompts", file, *PROMPTS[4:], "--batch", 2, "--new-tokens", 8)
+    run(texts, monkeypatch, *given, "--waves", 1, "--out", tmp_path / "out")
+    found = read_wave(tmp_path / "out" / "wave-00000.npz")[0]
+    tokenizer = AutoTokenizer.from_pretrained(demo_path("demo:target"))
+    wanted = tokenizer(["def f(x):", "class A:"])["input_ids"]
+    assert [text.ids[: text.start].tolist() for text in found] == wanted
+    file.write_text('{"prompt_token_ids": [1, 2]}\n')
+    with pytest.raises(ValueError, match=r"chats\.jsonl has no texts of users"):
+        run(texts, monkeypatch, *given, "--waves", 1, "--out", tmp_path / "other")
+
+
+def test_a_head_of_few_ids_has_the_most_frequent_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More ids than every step's loss has can be kept too."""
+    folder, out = tmp_path / "texts", tmp_path / "head"
+    sizes = ("--batch", 8, "--new-tokens", 8, "--waves", 1)
+    run(texts, monkeypatch, *PROMPTS, "--out", folder, *sizes)
+    where = ("--target", "demo:target", "--texts", folder, "--out", out, "--device", "cpu")
+    tiny = ("--steps", 1, "--length", 64, "--rows", 1, "--held-rows", 1, "--inner", 64)
+    few = ("--links", 1, "--vocabulary", 20, "--often", 10)
+    run(train, monkeypatch, "eagle3", *where, *tiny, *few)
+    stored = load_file(out / "speculator" / "model.safetensors")
+    ids = stored["d2t"] + torch.arange(20)
+    kept, _, frame = read_texts(
+        folder, json.loads((folder / "frame.json").read_text())["vocab_size"]
+    )
+    counts = np.bincount(np.concatenate([text.ids for text in kept]), minlength=frame.vocab_size)
+    assert len(set(ids.tolist())) == 20 and ids.tolist() == sorted(ids.tolist())
+    assert sorted(counts[ids]) == sorted(counts)[-20:]
 
 
 def test_texts_go_on_where_a_run_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ class Draft:
         return None
 
     @torch.no_grad()
-    def save(self, target: Target, often: Tensor, folder: Path) -> None:
+    def save(self, target: Target, ranked: Tensor, folder: Path) -> None:
         prefix = self.whole.base_model_prefix
         tensors = {f"{prefix}.{n}": t for n, t in self.module.state_dict().items()}
         config = self.whole.config.to_dict()

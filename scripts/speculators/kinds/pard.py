@@ -56,8 +56,8 @@ class Pard:
     def restore(self, state: dict[str, Any]) -> None:
         self.mask = state["mask"]
 
-    def save(self, target: Target, often: Tensor, folder: Path) -> None:
-        self.draft.save(target, often, folder)
+    def save(self, target: Target, ranked: Tensor, folder: Path) -> None:
+        self.draft.save(target, ranked, folder)
         file = folder / "config.json"
         config = json.loads(file.read_text()) | {"spd_type": "pard", "pard_token": self.mask}
         file.write_text(json.dumps(config, indent=2) + "\n")
