@@ -101,8 +101,10 @@ def parse() -> argparse.Namespace:
 
 
 def schedule(done: float, step: int, warmup: int) -> float:
-    """The share of the learning rate: it rises over `warmup` steps, then follows a cosine to 0."""
-    return min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    """The share of the learning rate: it rises over `warmup` steps, and over a tenth of the run at
+    most, then follows a cosine to 0."""
+    risen = max((step + 1) / max(1, warmup), 10 * done)
+    return min(1.0, risen) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
 class Trainer:
@@ -138,7 +140,7 @@ class Trainer:
         )
         own = {name: getattr(args, name) for name in args.reads}
         options = Options(mask=int(self.ranked[-1]), **own)
-        self.made_by = {"kind": args.kind} | own
+        self.made_by = {"kind": args.kind, "target": str(self.target.place.resolve())} | own
         module = importlib.import_module(f"scripts.speculators.kinds.{args.kind}")
         self.kind: Kind = module.make(self.target, options)
         self.kind.module.to(self.device, torch.float32).train()
@@ -264,7 +266,7 @@ class Trainer:
 
     def resume(self) -> None:
         """Go on from a checkpoint, if there is one, with new rows. Raises `ValueError` for a
-        checkpoint of another kind or with other options."""
+        checkpoint of another kind, over another target or with other options."""
         path = self.args.out / "state.pt"
         if not path.exists():
             return
@@ -282,6 +284,7 @@ class Trainer:
         self.step, self.seen, self.spent = state["step"], state["seen"], state["spent"]
         self.generator.manual_seed(self.args.seed + self.step)
         self.order.manual_seed(self.args.seed + self.step)
+        self.queue = []  # rows in the order that the run began with
 
     def run(self) -> None:
         args = self.args

@@ -87,3 +87,19 @@ def test_runs_are_set_beside_both_as_they_were(tmp_path: Path) -> None:
     runs["int4", "ngram", "plain", 4] = quantised.SumRatio(torch.ones(5, 2).numpy(), (1, -1))
     with pytest.raises(ValueError, match="ngram at k = 4 ran on other prompts over plain"):
         quantised.lines(runs)
+
+
+def test_two_runs_of_one_name_are_refused(tmp_path: Path) -> None:
+    """train.py calls each of its folders `speculator`, and folders may have files of one name."""
+    run = [{"k": 4, "counts": [[20, 10]] * 9}]
+    both = {"HEAD/speculator": run, "DRAFT/speculator": [{**run[0], "k": 2}]}
+    file, other = tmp_path / "plain.json", tmp_path / "other" / "plain.json"
+    file.write_text(json.dumps({"runs": both}))
+    told = f"HEAD/speculator in {file} and DRAFT/speculator in {file} have one name"
+    with pytest.raises(ValueError, match=told):
+        quantised.runs_of([file])
+    other.parent.mkdir()
+    for one in (file, other):
+        one.write_text(json.dumps({"runs": {"ngram": run}}))
+    with pytest.raises(ValueError, match=f"ngram in {file} and ngram in {other} have one name"):
+        quantised.runs_of([file, other])
