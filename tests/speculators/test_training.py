@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -87,6 +88,45 @@ def test_a_captured_target_reads_other_rows_too() -> None:
         assert reading.logits.data_ptr() == target.captured.logits.data_ptr()
         torch.testing.assert_close(reading.logits, want.logits, atol=0, rtol=0)
         torch.testing.assert_close(reading.features, want.features, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_a_captured_pass_reads_everything_of_other_rows(
+    target: Target, is_dense: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph that computes the captured pass again from the same tensors, and by bounds alone
+    where attention does not read segments."""
+    plain, passes = target._pass, list[tuple[Any, ...]]()
+
+    def once(*given: Any) -> Any:
+        found = plain(*given)
+        passes.append((given, found))
+        return found
+
+    class Graph:
+        def replay(self) -> None:
+            (ids, position, layout, layers), (_, logits) = passes[-1]
+            if not is_dense:
+                counts = layout.bounds.diff()
+                texts = torch.arange(len(counts)).repeat_interleave(counts)
+                layout = Layout(texts.view(ids.shape), layout.bounds)
+            logits.copy_(plain(ids, position, layout, layers)[1])
+
+    lengths = LENGTHS, (90, 20, 13, 80)
+    first, other = (random_rows(some, 500, target.vocab_size)[0] for some in lengths)
+    want = target.read(other).logits
+    monkeypatch.setattr(target, "_pass", once)
+    monkeypatch.setattr(target, "captured", None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    segment = first.segment.clone()
+    target.capture(first, ())
+    got = target.read(other)
+    assert target.captured is not None and len(passes) == 2
+    known = other.segment >= 0
+    torch.testing.assert_close(got.logits[known], want[known], atol=1e-4, rtol=1e-4)
+    assert torch.equal(first.segment, segment), "the first rows stay as they are"
 
 
 def slow_chain(
