@@ -138,6 +138,15 @@ def plain_model(place: Path, device: torch.device) -> Any:
     return model.to(device).eval()
 
 
+def logit_scale(config: Any) -> float:
+    """The number by which a model multiplies its head's products. Raises `ValueError` for logits
+    that are changed in another way."""
+    if getattr(config, "final_logit_softcapping", None):
+        raise ValueError("drafts for targets with final_logit_softcapping are not built here")
+    divided = getattr(config, "logits_scaling", None) or 1.0  # Granite's
+    return float(getattr(config, "logit_scale", None) or 1.0) / divided  # Cohere's
+
+
 def smaller_model(config: Any, layers: int) -> Any:
     """A model of the config's family with `layers` layers and random weights, in fp32."""
     settings = AutoConfig.for_model(**{**config.to_dict(), "num_hidden_layers": layers})

@@ -185,6 +185,8 @@ class Writer:
         path = self.args.out / f"wave-{wave:05}.npz"
         mine = wave // self.args.shards
         kind = "given" if self.given else KINDS[mine % len(KINDS)]
+        if kind == "tasks" and not self.passages:  # no passage was kept so far
+            kind = "seeds"
         if path.exists():
             texts, record = read_wave(path)
             self.keep(texts)
@@ -305,7 +307,7 @@ def parse() -> argparse.Namespace:
         type=commands.minutes,
         help="counted from the start; the first wave is written whole. This or --waves is needed",
     )
-    parser.add_argument("--waves", type=int, help="write this many waves in all")
+    parser.add_argument("--waves", type=commands.count, help="write this many waves in all")
     told = partial(commands.default, _SIZES)
     parser.add_argument("--batch", type=int, help=f"texts of a wave; {told('batch')}")
     parser.add_argument("--new-tokens", type=int, help=told("new_tokens"))

@@ -71,7 +71,7 @@ def parse() -> argparse.Namespace:
         default=6.0,
         help="counted from the start of the command",
     )
-    parser.add_argument("--steps", type=int, help="instead of the minutes")
+    parser.add_argument("--steps", type=commands.count, help="instead of the minutes")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--length", type=int, help=f"tokens of a row; {told('length')}")
     parser.add_argument("--rows", type=int, help=f"rows of a step; {told('rows')}")

@@ -65,6 +65,8 @@ def test_usage_leaves_the_error_in_sight(
     [
         (("--minutes", "-1"), "expected minutes above 0, got -1"),
         (("--minutes", "nan"), "expected minutes above 0, got nan"),
+        (("--waves", "0"), "expected a whole number above 0, got 0"),
+        (("--waves", "x"), "--waves: invalid count value: 'x'"),
         (("--waves", "1", "--shard", "x"), "expected I/N, such as 0/3, got x"),
         (("--waves", "1", "--set", "foo"), "--set: expected KEY=VALUE, got 'foo'"),
         (("--waves", "1", "--target", "demo:nosuch"), "no bundled model demo:nosuch"),

@@ -2,8 +2,11 @@
 
 import json
 import random
+from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +24,14 @@ from scripts.speculators.corpus import (
 )
 from scripts.speculators.fit import fitted, outlook
 from scripts.speculators.frames import Passage, seed, shortened, task
-from scripts.speculators.texts import KINDS, TEMPERATURES, temperature_of, turns_in, turns_of
+from scripts.speculators.texts import (
+    KINDS,
+    TEMPERATURES,
+    Writer,
+    temperature_of,
+    turns_in,
+    turns_of,
+)
 
 
 def test_a_loop_is_cut_to_its_first_turn() -> None:
@@ -205,3 +215,33 @@ def test_a_line_without_a_text_to_avoid_is_named(
     file.write_text('{"prompt": "a"}\n\n' + json.dumps(line) + "\n")
     with pytest.raises(ValueError, match=rf"avoid\.jsonl:3: .*{told}"):
         turns_in(file)
+
+
+class Scribe(Writer):
+    """Writes six tokens for each prompt, which is one token of its length."""
+
+    def __init__(self, out: Path, answer: str) -> None:
+        self.args = Namespace(out=out, shards=1, batch=3, new_tokens=6, prompt_tokens=9, seed=1)
+        self.given, self.passages, self.greedy = [], [], set()
+        self.overlapping, self.avoided = 0, Avoided([])
+        self.chat: Any = SimpleNamespace(
+            prompts=lambda texts: [(len(text),) for text in texts],
+            decode=lambda rows: [answer for _ in rows],
+            eos_ids=frozenset({0}),
+        )
+
+    def params(self, **changed: Any) -> Any:
+        return None
+
+    def write(self, wave: int, rows: list[tuple[int, ...]], params: Any) -> list[list[int]]:
+        return [[1, 2, 3, 4, 5, 6] for _ in rows]
+
+
+@pytest.mark.parametrize(("answer", "kind"), [("x", "seeds"), ("x" * 30, "tasks")])
+def test_tasks_wait_for_a_passage(answer: str, kind: str, tmp_path: Path) -> None:
+    """A passage of one letter is not kept, so its first tasks are requests for passages."""
+    assert KINDS[0] == "seeds" and KINDS[2] == "tasks"
+    scribe = Scribe(tmp_path, answer)
+    assert scribe.wave(0)["kind"] == "seeds"
+    record = scribe.wave(2)
+    assert record["kind"] == kind and record["texts"] == 3

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +25,13 @@ from scripts.speculators.kinds.base import Options
 from scripts.speculators.kinds.base import chained as links_of
 from scripts.speculators.loss import Candidates, SoftLoss
 from scripts.speculators.store import plain_tensors
-from scripts.speculators.target import Reading, Target
+from scripts.speculators.target import Reading, Target, logit_scale
 from specdec_cli.core.types import Request
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.build import build
 from specdec_cli.engine.plan import plan
 from specdec_cli.recipe import load_recipe
+from tests.support import save_tiny
 
 CPU = torch.device("cpu")
 LENGTHS = (40, 57, 31)
@@ -477,6 +479,40 @@ def test_a_saved_draft_accepts_what_training_predicts(target: Target, tmp_path: 
     got = greedy_rounds(target, share, 4)
     assert got[0] == ids.tolist()
     assert got[1] == wanted
+
+
+@pytest.mark.parametrize(
+    ("family", "scale"), [("granite", {"logits_scaling": 8.0}), ("cohere", {"logit_scale": 0.25})]
+)
+def test_a_draft_learns_the_logits_that_it_runs_with(
+    family: str, scale: dict[str, float], tmp_path: Path
+) -> None:
+    """A copy of all of the target's layers has its logits."""
+    scaled = Target(str(save_tiny(tmp_path, family, **scale)), CPU)
+    rows, _ = random_rows(LENGTHS, 100, scaled.vocab_size)
+    reading = scaled.read(rows)
+    for module in (draft, pard):
+        kind = module.make(scaled, Options(depth=scaled.num_layers, block=3, anchors=4))
+        kind.prepare(reading)
+        links = kind.links(reading, torch.Generator().manual_seed(1))
+        known = rows.segment.flatten() >= 0
+        logits = links[0].hidden @ scaled.head.T
+        wanted = reading.logits.flatten(0, 1)
+        torch.testing.assert_close(logits[known], wanted[known], atol=1e-4, rtol=1e-3)
+    # Those of masks, by the norm's output before the scale.
+    found: list[Tensor] = []
+    kind.draft.decoder.norm.register_forward_hook(lambda _, __, out: found.append(out))
+    deep = kind.links(reading, torch.Generator().manual_seed(1))[-1].hidden
+    (normed,) = found
+    masks = normed[:, rows.ids.shape[1] :].flatten(0, 1)
+    factor = scale.get("logit_scale", 1 / scale.get("logits_scaling", 1.0))
+    torch.testing.assert_close(deep, factor * masks)
+
+
+def test_a_draft_of_capped_logits_is_refused() -> None:
+    with pytest.raises(ValueError, match="with final_logit_softcapping are not built"):
+        logit_scale(SimpleNamespace(final_logit_softcapping=30.0))
+    assert logit_scale(SimpleNamespace(final_logit_softcapping=None)) == 1.0
 
 
 def test_a_loss_that_cannot_be_compiled_runs_as_it_is(
