@@ -45,7 +45,8 @@ def round_ms(
     total = bytes_read(planned.target.module, batch_size * (k + 1), read)
     draft = planned.draft
     if k and isinstance(draft, Description):
-        total += k * bytes_read(draft.module, batch_size)
+        passes = draft.passes(k)
+        total += passes.count * bytes_read(draft.module, batch_size * passes.rows)
     elif k and isinstance(draft, MtpDraft):
         total += k * (bytes_read(draft.body.module, batch_size) + draft.outer_bytes)
     elif k and draft is not None:  # a head fuses the target's hidden states once a round

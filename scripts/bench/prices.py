@@ -5,9 +5,9 @@ weights of other shapes give the times of stages there. Together they show which
 there, if it were accepted as often, and the acceptance at which it breaks even.
 
 stages.json has the times, in milliseconds, of one model and batch size in each entry: scoring by
-the number of proposals, linear between them; and for each method the costs of a round, once and for
-each proposal. `reckoned` names methods whose pass was not measured: its time is that of its bytes
-at the rate of DFlash's.
+the number of proposals, linear between them and beyond; and for each method the costs of a round,
+once and for each proposal. `reckoned` names methods whose pass was not measured: its time is that
+of its bytes at the rate of DFlash's.
 """
 
 import json
@@ -67,8 +67,11 @@ class Stages:
 
     def round_ms(self, method: str | None, k: int) -> float:
         """The milliseconds of a round; without a method, of plain decoding."""
-        known = sorted(self.scoring.items())
-        scoring = np.interp(k, [n for n, _ in known], [ms for _, ms in known])
+        counts, times = zip(*sorted(self.scoring.items()), strict=True)
+        scoring = np.interp(k, counts, times)
+        if k > counts[-1] and len(counts) > 1:
+            slope = (times[-1] - times[-2]) / (counts[-1] - counts[-2])
+            scoring += (k - counts[-1]) * slope
         once, each = self.methods[method] if method is not None else (0.0, 0.0)
         return float(scoring) + self.rest + once + k * each
 

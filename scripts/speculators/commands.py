@@ -58,6 +58,15 @@ def minutes(text: str) -> float:
     return found
 
 
+def count(text: str) -> int:
+    """The value of an option that counts something. Raises `ValueError`, of which argparse makes
+    its error."""
+    found = int(text)
+    if found < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text}")
+    return found
+
+
 def run(main: Callable[[], None]) -> None:
     """Run a command. An error that a user can cause ends it with one line and the code of
     `specdec`'s commands."""

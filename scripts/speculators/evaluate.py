@@ -40,6 +40,8 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+# Options that have to be the same for all runs in a file.
+SAME = ("target", "new_tokens", "prompts", "every", "set")
 FEW = 8  # too few prompts for an interval
 
 
@@ -146,6 +148,23 @@ def write(path: Path | None, found: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
+def begun(args: argparse.Namespace) -> dict[str, Any]:
+    """The results in the file of `--json`; without one, results without a run. Raises `ValueError`
+    for a file whose runs are not comparable with those of this command."""
+    asked = {name: getattr(args, name) for name in SAME}
+    if args.json is None or not args.json.exists():
+        return {**asked, "runs": {}}
+    kept: dict[str, Any] = json.loads(args.json.read_text())
+    for name, value in asked.items():
+        if kept.get(name, value) != value:  # older files lack some
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{args.json} has runs with {option} {kept[name]}, and not with {value}: go on "
+                "with the same, or name another --json"
+            )
+    return asked | kept
+
+
 def row(found: dict[str, Any]) -> str:
     known = f"{found['prompts']} prompt{'s' * (found['prompts'] > 1)}"
     if found["interval"] is not None:
@@ -163,12 +182,12 @@ def main() -> None:
     args = parse()
     began = time.perf_counter()
     prompts = load_prompts(DataSection(path=args.prompts)).prompts[:: args.every]
-    results: dict[str, Any] = {"target": args.target, "new_tokens": args.new_tokens, "runs": {}}
-    if args.json is not None and args.json.exists():
-        results = json.loads(args.json.read_text())
-    firsts: dict[int, SumRatio] = {}
+    results = begun(args)
+    firsts: dict[int, SumRatio] = {}  # the first speculator's, by k
     for speculator in args.speculators:
         runs = results["runs"].setdefault(speculator, [])
+        if speculator == args.speculators[0]:
+            firsts |= {run["k"]: SumRatio(np.array(run["counts"], float), (1, -1)) for run in runs}
         missing = [k for k in args.k if k not in {run["k"] for run in runs}]
         if not missing:
             continue
@@ -191,8 +210,10 @@ def main() -> None:
             found["seconds"] = round(time.perf_counter() - started, 2)
             own = rounds_of(result.seqs)
             found["counts"] = own.columns.astype(int).tolist()  # tokens and rounds of each prompt
-            if (first := firsts.setdefault(k, own)) is not own:
-                found["beside_first"] = with_interval(own.over(first))
+            if speculator == args.speculators[0]:
+                firsts[k] = own
+            elif k in firsts:
+                found["beside_first"] = with_interval(own.over(firsts[k]))
             runs.append(found)
             write(args.json, results)
             print(f"{Path(speculator).name} k={k}: {row(found)}", flush=True)

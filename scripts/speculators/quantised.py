@@ -5,8 +5,9 @@ forms.
 
 Each file is the result of `evaluate.py --json` for one target. The file's name says the target's
 form. Runs are of speculators in folders NAME, NAME-fp8 and NAME-int4 (`store.py` makes them), or of
-methods without a draft. Each line has the ratio to NAME over the first file's target at the same k,
-with its 95 % interval, paired over prompts: every run has the same ones, and writes its own texts.
+methods without a draft. Two folders of one name in a file are refused. Each line has the ratio to
+NAME over the first file's target at the same k, with its 95 % interval, paired over prompts: every
+run has the same ones, and writes its own texts.
 """
 
 import argparse
@@ -26,17 +27,24 @@ Run = tuple[str, str, str, int]  # the target's form, the speculator's name and 
 
 
 def runs_of(files: list[Path]) -> dict[Run, SumRatio]:
-    """The tokens and rounds of each prompt by run."""
+    """The tokens and rounds of each prompt by run.
+
+    Raises `ValueError` if two speculators in a file, or two files, have one name.
+    """
     found: dict[Run, SumRatio] = {}
+    sources: dict[tuple[str, str, str], str] = {}
     for file in files:
         evaluated: dict[str, Any] = json.loads(file.read_text())
         for speculator, runs in evaluated["runs"].items():
             match = FORM.fullmatch(Path(speculator).name)
             assert match is not None
+            named = file.stem, match[1], match[2] or "plain"
+            source = f"{speculator} in {file}"
+            if (other := sources.setdefault(named, source)) != source:
+                raise ValueError(f"{other} and {source} have one name: give each its own")
             for run in runs:
                 counts = np.array(run["counts"], float)
-                key = file.stem, match[1], match[2] or "plain", run["k"]
-                found[key] = SumRatio(counts, (1, -1))
+                found[*named, run["k"]] = SumRatio(counts, (1, -1))
     return found
 
 

@@ -36,7 +36,8 @@ FORMS = ("fp8", "int4", "plain")
 GROUP = 32  # columns of int4 that share a scale
 SHARES = 17  # scales to try for each group, from 0.6 of the largest number's scale up to that scale
 TEXTS = re.compile(r"(tokenizer|vocab|merges|special_tokens|chat_template|generation_config).*")
-PLAIN = re.compile("embed_tokens|lm_head|markov|confidence")
+# Embeddings of several families (`embed_out` is GPT-NeoX's head), heads and small heads.
+PLAIN = re.compile(r"embed|\bw[tp]e\b|lm_head|markov|confidence")
 # The format's own scales are in the dtype of the model.
 STORAGE = Storage(FP8, scales=torch.bfloat16)
 Tensors = dict[str, Tensor]
@@ -138,6 +139,8 @@ def main() -> None:
     parser.add_argument("--form", choices=FORMS, default=FORMS[0])
     args = parser.parse_args()
     place = model_place(args.model, None)
+    if args.out.resolve() == place.resolve():
+        raise ValueError(f"{args.out} holds the model: name another folder to write to")
     write(args.out, args.form, *plain_tensors(place))
     if is_gguf(place):
         gguf_tokenizer(read_model(place)).save_pretrained(args.out)

@@ -36,22 +36,24 @@ class Reading:
 @dataclass(frozen=True)
 class Captured:
     """A pass over batches of one shape as a CUDA graph. The next replay overwrites its results.
-    bounds: as in `Layout`, with empty texts at the end."""
+    layout: with empty texts at the end."""
 
     graph: torch.cuda.CUDAGraph
     ids: Tensor
     position: Tensor
-    bounds: Tensor
+    layout: Layout
     features: tuple[Tensor, ...]
     logits: Tensor
 
     def takes(self, rows: Rows, layout: Layout) -> bool:
-        return rows.ids.shape == self.ids.shape and len(layout.bounds) <= len(self.bounds)
+        return rows.ids.shape == self.ids.shape and len(layout.bounds) <= len(self.layout.bounds)
 
     def replay(self, rows: Rows, layout: Layout) -> Reading:
         self.ids.copy_(rows.ids)
         self.position.copy_(rows.position)
-        self.bounds.copy_(padded(layout.bounds, len(self.bounds)))
+        # Flash attention reads the bounds, and dense scores the segments.
+        self.layout.segment.copy_(layout.segment)
+        self.layout.bounds.copy_(padded(layout.bounds, len(self.layout.bounds)))
         self.graph.replay()
         return Reading(rows, layout, self.features, self.logits)
 
@@ -102,8 +104,7 @@ class Target:
         bounds, count = Layout.of(rows.segment).bounds, ids.numel() // SHORT + 1
         if len(bounds) > count:
             return
-        bounds, graph = padded(bounds, count), torch.cuda.CUDAGraph()
-        layout = Layout(rows.segment, bounds)
+        layout, graph = Layout(rows.segment.clone(), padded(bounds, count)), torch.cuda.CUDAGraph()
         try:
             self._pass(ids, position, layout, layers)
             torch.cuda.synchronize()
@@ -112,7 +113,7 @@ class Target:
         except RuntimeError as problem:
             print(f"the target's pass is not captured: {str(problem)[:200]}", flush=True)
             return
-        self.captured = Captured(graph, ids, position, bounds, features, logits)
+        self.captured = Captured(graph, ids, position, layout, features, logits)
 
     def _pass(
         self, ids: Tensor, position: Tensor, layout: Layout, layers: tuple[int, ...]
@@ -135,6 +136,15 @@ def plain_model(place: Path, device: torch.device) -> Any:
     settings = {"dtype": MODEL_DTYPES[device.type], "attn_implementation": NAME}
     model = AutoModelForCausalLM.from_pretrained(folder, **file, **settings)
     return model.to(device).eval()
+
+
+def logit_scale(config: Any) -> float:
+    """The number by which a model multiplies its head's products. Raises `ValueError` for logits
+    that are changed in another way."""
+    if getattr(config, "final_logit_softcapping", None):
+        raise ValueError("drafts for targets with final_logit_softcapping are not built here")
+    divided = getattr(config, "logits_scaling", None) or 1.0  # Granite's
+    return float(getattr(config, "logit_scale", None) or 1.0) / divided  # Cohere's
 
 
 def smaller_model(config: Any, layers: int) -> Any:

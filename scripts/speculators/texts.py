@@ -11,6 +11,8 @@ is the limit.
 """
 
 import argparse
+import contextlib
+import itertools
 import json
 import random
 import re
@@ -34,7 +36,11 @@ from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Plan, plan
-from specdec_cli.prompts import load_prompts
+from specdec_cli.experiment.generation import texts_of
+from specdec_cli.prompts import Prompt, load_prompts
+from specdec_cli.prompts.records import CONVERSATION_KEY, MESSAGES_KEY, prompt_of
+from specdec_cli.prompts.turns import NoSuchTurn
+from specdec_cli.prompts.types import BadRow
 from specdec_cli.recipe import load_recipe
 from specdec_cli.recipe.sections import DataSection
 from specdec_cli.text import counted
@@ -48,6 +54,7 @@ TURN_TOKENS = 96
 # Sizes on a GPU and on a CPU, where a wave should take less than a minute.
 _SIZES = {"batch": (1024, 16), "new_tokens": (512, 96), "prompt_tokens": (1024, 192)}
 RECENT = 6  # number of waves whose passages are used for tasks
+WHOLE = ("turns", MESSAGES_KEY, CONVERSATION_KEY)  # keys of whole conversations
 MARK = "\u241e"  # placeholder of a message's text in a rendered conversation
 
 
@@ -114,14 +121,13 @@ class Writer:
         self.overlapping = 0  # prompts and texts that share a run with an avoided prompt
         if args.prompts:
             found = load_prompts(DataSection(path=args.prompts)).prompts
-            self.given = [p.text for p in found if p.text is not None]
-            self.given += [str(p.messages[0]["content"]) for p in found if p.messages]
+            # The answer to a later turn would need the conversation before it.
+            self.given = [turn for prompt in found for turn in users_turns(prompt)[:1]]
+            if not self.given:
+                raise ValueError(f"{args.prompts} has no texts of users, only token ids or systems")
         elif not self.chat.has_template:
             raise ValueError("the target has no chat template: name a file with --prompts")
-        avoided = []
-        for path in args.avoid:
-            lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
-            avoided += [turn for line in lines for turn in turns_of(line)]
+        avoided = [turn for path in args.avoid for turn in turns_in(Path(path))]
         # A text in the middle of another often begins with a space.
         self.avoided = Avoided(
             [
@@ -179,6 +185,8 @@ class Writer:
         path = self.args.out / f"wave-{wave:05}.npz"
         mine = wave // self.args.shards
         kind = "given" if self.given else KINDS[mine % len(KINDS)]
+        if kind == "tasks" and not self.passages:  # no passage was kept so far
+            kind = "seeds"
         if path.exists():
             texts, record = read_wave(path)
             self.keep(texts)
@@ -240,11 +248,46 @@ def temperature_of(mine: int) -> float:
     return TEMPERATURES[(cycle * sum(others) + sum(others[:place])) % len(TEMPERATURES)]
 
 
-def turns_of(line: dict[str, Any]) -> list[str]:
-    """The texts in a line of a prompt file: all turns of a conversation."""
-    if "turns" in line:
-        return [str(turn) for turn in line["turns"]]
-    return [str(line.get("prompt") or line.get("text") or line.get("question") or "")]
+def users_turns(prompt: Prompt) -> list[str]:
+    """The user's texts in a prompt, without messages of systems and assistants; none for token
+    ids."""
+    own = [] if prompt.text is None else [prompt.text]
+    own += ["\n".join(texts_of(m)) for m in prompt.messages or () if m["role"] == "user"]
+    return [*own, *prompt.later]
+
+
+def turns_of(line: Any) -> list[str]:
+    """The user's texts in a line of a prompt file: all turns of a conversation, beside the text of
+    the line's first known key. Raises `BadRow` for a line without any."""
+    whole = [key for key in WHOLE if isinstance(line, dict) and line.get(key)]
+    found: list[str] = []
+    for column in (None, *whole):
+        read = prompt_of(line, column)
+        # ShareGPT's conversations are read up to a turn; in other forms no turn changes anything.
+        with contextlib.suppress(NoSuchTurn):
+            for turn in itertools.count(2):
+                if (longer := prompt_of(line, column, turn)) == read:
+                    break
+                read = longer
+        found += users_turns(read)
+    if not found:
+        raise BadRow("has no text of a user")
+    return list(dict.fromkeys(found))
+
+
+def turns_in(path: Path) -> list[str]:
+    """The user's texts in a .jsonl file of prompts. Raises `ValueError` that names a line without
+    any."""
+    found: list[str] = []
+    for number, line in enumerate(path.read_text().split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            found += turns_of(json.loads(line))
+        except (BadRow, NoSuchTurn, ValueError) as problem:
+            told = str(problem) or "its conversation has no turn of a user"
+            raise ValueError(f"{path}:{number}: {told}") from None
+    return found
 
 
 def parse() -> argparse.Namespace:
@@ -264,7 +307,7 @@ def parse() -> argparse.Namespace:
         type=commands.minutes,
         help="counted from the start; the first wave is written whole. This or --waves is needed",
     )
-    parser.add_argument("--waves", type=int, help="write this many waves in all")
+    parser.add_argument("--waves", type=commands.count, help="write this many waves in all")
     told = partial(commands.default, _SIZES)
     parser.add_argument("--batch", type=int, help=f"texts of a wave; {told('batch')}")
     parser.add_argument("--new-tokens", type=int, help=told("new_tokens"))

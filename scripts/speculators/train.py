@@ -71,7 +71,7 @@ def parse() -> argparse.Namespace:
         default=6.0,
         help="counted from the start of the command",
     )
-    parser.add_argument("--steps", type=int, help="instead of the minutes")
+    parser.add_argument("--steps", type=commands.count, help="instead of the minutes")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--length", type=int, help=f"tokens of a row; {told('length')}")
     parser.add_argument("--rows", type=int, help=f"rows of a step; {told('rows')}")
@@ -101,8 +101,10 @@ def parse() -> argparse.Namespace:
 
 
 def schedule(done: float, step: int, warmup: int) -> float:
-    """The share of the learning rate: it rises over `warmup` steps, then follows a cosine to 0."""
-    return min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    """The share of the learning rate: it rises over `warmup` steps, and over a tenth of the run at
+    most, then follows a cosine to 0."""
+    risen = max((step + 1) / max(1, warmup), 10 * done)
+    return min(1.0, risen) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
 class Trainer:
@@ -125,8 +127,8 @@ class Trainer:
         texts, held, frame = read_texts(args.texts, self.target.vocab_size)
         self.num_texts = len(texts)
         self.text_tokens = sum(len(t.ids) for t in texts)
-        ranked = by_frequency(texts, self.target.vocab_size)
-        self.often = ranked[: args.often].sort().values
+        self.ranked = by_frequency(texts, self.target.vocab_size)
+        self.often = self.ranked[: args.often].sort().values
         self.rows = packed(joined(texts, frame, args.length, args.joined, args.seed), args.length)
         self.held = packed(
             [(t[0], t[1]) for t in joined(held, frame, args.length, 0.0, 0)], args.length
@@ -137,8 +139,8 @@ class Trainer:
             flush=True,
         )
         own = {name: getattr(args, name) for name in args.reads}
-        options = Options(mask=int(ranked[-1]), **own)
-        self.made_by = {"kind": args.kind} | own
+        options = Options(mask=int(self.ranked[-1]), **own)
+        self.made_by = {"kind": args.kind, "target": str(self.target.place.resolve())} | own
         module = importlib.import_module(f"scripts.speculators.kinds.{args.kind}")
         self.kind: Kind = module.make(self.target, options)
         self.kind.module.to(self.device, torch.float32).train()
@@ -234,7 +236,7 @@ class Trainer:
     def save(self, found: dict[str, Any]) -> None:
         """Save the speculator, the record of its training, and the state from which to go on."""
         args = self.args
-        self.kind.save(self.target, self.often, args.out / "speculator")
+        self.kind.save(self.target, self.ranked, args.out / "speculator")
         size = sum(p.numel() for p in self.parameters)
         told = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
         told |= found | {
@@ -264,7 +266,7 @@ class Trainer:
 
     def resume(self) -> None:
         """Go on from a checkpoint, if there is one, with new rows. Raises `ValueError` for a
-        checkpoint of another kind or with other options."""
+        checkpoint of another kind, over another target or with other options."""
         path = self.args.out / "state.pt"
         if not path.exists():
             return
@@ -282,6 +284,7 @@ class Trainer:
         self.step, self.seen, self.spent = state["step"], state["seen"], state["spent"]
         self.generator.manual_seed(self.args.seed + self.step)
         self.order.manual_seed(self.args.seed + self.step)
+        self.queue = []  # rows in the order that the run began with
 
     def run(self) -> None:
         args = self.args

@@ -208,9 +208,9 @@ def _filled(
     in_parts = [m for m in messages if isinstance(m.get("content"), list)]
     if not in_parts:
         return tokenizer.render(messages, template)
-    texts = [text.strip() for m in in_parts for text in _texts(m)]
+    texts = [text.strip() for m in in_parts for text in texts_of(m)]
     lists = [str(m["content"]) for m in in_parts]
-    joined = tuple({**m, "content": "\n".join(_texts(m))} for m in messages)
+    joined = tuple({**m, "content": "\n".join(texts_of(m))} for m in messages)
     found, problems = list[str](), list[SpecdecError]()
     for way in (messages, joined):
         try:
@@ -224,7 +224,7 @@ def _filled(
     )
 
 
-def _texts(message: Message) -> list[str]:
+def texts_of(message: Message) -> list[str]:
     """Return the texts of a message's content, one for each part."""
     content = message.get("content") or ""
     return [part["text"] for part in content] if isinstance(content, list) else [str(content)]
@@ -249,7 +249,7 @@ def _token_ids(planned: Prepared, prompt: Prompt) -> tuple[int, ...]:
 
 def _lacks_system(prompt: Prompt) -> bool:
     """True if a rendered conversation has a system message that is missing from its text."""
-    texts = [text for m in prompt.messages or () if m["role"] == "system" for text in _texts(m)]
+    texts = [text for m in prompt.messages or () if m["role"] == "system" for text in texts_of(m)]
     return any(text.strip() not in (prompt.text or "") for text in texts)
 
 

@@ -1,7 +1,9 @@
 """The three commands in turn on the demo target, as small as can be, in this process."""
 
 import json
+import math
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -9,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from scripts.speculators import commands, evaluate, texts, train
@@ -61,6 +65,8 @@ def test_usage_leaves_the_error_in_sight(
     [
         (("--minutes", "-1"), "expected minutes above 0, got -1"),
         (("--minutes", "nan"), "expected minutes above 0, got nan"),
+        (("--waves", "0"), "expected a whole number above 0, got 0"),
+        (("--waves", "x"), "--waves: invalid count value: 'x'"),
         (("--waves", "1", "--shard", "x"), "expected I/N, such as 0/3, got x"),
         (("--waves", "1", "--set", "foo"), "--set: expected KEY=VALUE, got 'foo'"),
         (("--waves", "1", "--target", "demo:nosuch"), "no bundled model demo:nosuch"),
@@ -149,6 +155,11 @@ def test_from_a_target_to_a_measured_draft(
     assert record["step"] == 10 and record["tokens"] == 10 * 2 * 128  # went on from step 8
     with pytest.raises(ValueError, match=f"{out} was trained with depth 1, and not with 2"):
         run(train, monkeypatch, "draft", *where, *tiny, "--depth", 2, "--steps", 12)
+    copy = tmp_path / "copy"
+    shutil.copytree(demo_path("demo:target"), copy)
+    other = ("draft", "--target", copy, *where[2:], *tiny, "--depth", 1, "--steps", 12)
+    with pytest.raises(ValueError, match=f"trained with target .*, and not with {copy}: go on"):
+        run(train, monkeypatch, *other)
 
     # Heads that read their own draws, and masks that a checkpoint names.
     blocks = tmp_path / "blocks"
@@ -197,8 +208,105 @@ def test_from_a_target_to_a_measured_draft(
         assert 1 < found["tokens_a_round"] < found["k"] + 1
         assert found["interval"][0] < found["tokens_a_round"] < found["interval"][1]
         assert set(found["categories"]) == {"text", "data", "io", "net", "math"}
+    assert all("beside_first" not in found for found in runs)
+    # Another speculator is set beside the first one's runs in the file.
+    run(evaluate, monkeypatch, out / "speculator", "ngram", *PROMPTS, *few, "--k", "2")
+    evaluated = json.loads(table.read_text())["runs"]
+    ratio = evaluated["ngram"][0]["beside_first"][0]
+    assert ratio == pytest.approx(
+        evaluated["ngram"][0]["tokens_a_round"] / runs[0]["tokens_a_round"], abs=2e-4
+    )
+    asked = ("ngram", *PROMPTS, *few, "--k", "2")
+    for changed in (("--new-tokens", 17), ("--every", 26), ("--target", copy), ("--set", "a=1")):
+        with pytest.raises(ValueError, match=f"table.json has runs with {changed[0]} "):
+            run(evaluate, monkeypatch, *asked, *changed)
+    assert json.loads(table.read_text())["runs"] == evaluated
     # The last round of a text may propose fewer tokens, so this is close and not equal.
     assert runs[1]["tokens_a_round"] == pytest.approx(1 + runs[1]["accepted"][0], rel=0.05)
+
+
+def test_prompts_are_the_first_turns_of_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, parts = tmp_path / "chats.jsonl", [{"type": "text", "text": "def f(x):"}]
+    system = {"role": "system", "content": "Be brief."}
+    chats = [[system, {"role": "user", "content": said}] for said in (parts, "class A:")]
+    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    given = (*PROMPTS[:2], "--prompts", file, *PROMPTS[4:], "--batch", 2, "--new-tokens", 8)
+    run(texts, monkeypatch, *given, "--waves", 1, "--out", tmp_path / "out")
+    found = read_wave(tmp_path / "out" / "wave-00000.npz")[0]
+    tokenizer = AutoTokenizer.from_pretrained(demo_path("demo:target"))
+    wanted = tokenizer(["def f(x):", "class A:"])["input_ids"]
+    assert [text.ids[: text.start].tolist() for text in found] == wanted
+    file.write_text('{"prompt_token_ids": [1, 2]}\n')
+    with pytest.raises(ValueError, match=r"chats\.jsonl has no texts of users"):
+        run(texts, monkeypatch, *given, "--waves", 1, "--out", tmp_path / "other")
+
+
+def test_a_head_of_few_ids_has_the_most_frequent_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More ids than every step's loss has can be kept too."""
+    folder, out = tmp_path / "texts", tmp_path / "head"
+    sizes = ("--batch", 8, "--new-tokens", 8, "--waves", 1)
+    run(texts, monkeypatch, *PROMPTS, "--out", folder, *sizes)
+    where = ("--target", "demo:target", "--texts", folder, "--out", out, "--device", "cpu")
+    tiny = ("--steps", 1, "--length", 64, "--rows", 1, "--held-rows", 1, "--inner", 64)
+    few = ("--links", 1, "--vocabulary", 20, "--often", 10)
+    run(train, monkeypatch, "eagle3", *where, *tiny, *few)
+    stored = load_file(out / "speculator" / "model.safetensors")
+    ids = stored["d2t"] + torch.arange(20)
+    kept, _, frame = read_texts(
+        folder, json.loads((folder / "frame.json").read_text())["vocab_size"]
+    )
+    counts = np.bincount(np.concatenate([text.ids for text in kept]), minlength=frame.vocab_size)
+    assert len(set(ids.tolist())) == 20 and ids.tolist() == sorted(ids.tolist())
+    assert sorted(counts[ids]) == sorted(counts)[-20:]
+
+
+def test_a_resumed_training_reads_further_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each order is drawn from the seed and the step with which a run goes on."""
+    folder, read = tmp_path / "texts", list[list[int]]()
+    sizes = ("--batch", 48, "--new-tokens", 16, "--waves", 1)
+    run(texts, monkeypatch, *PROMPTS, "--out", folder, *sizes)
+    plain = train.Rows.at
+
+    def at(rows: train.Rows, places: torch.Tensor, device: torch.device) -> train.Rows:
+        read.append(places.tolist())
+        return plain(rows, places, device)
+
+    monkeypatch.setattr(train.Rows, "at", at)
+    where = ("--target", "demo:target", "--texts", folder, "--out", tmp_path / "out")
+    tiny = ("--length", 64, "--rows", 2, "--held-rows", 1, "--device", "cpu", "--depth", 1)
+    runs = []
+    for steps in (2, 4):
+        read.clear()
+        run(train, monkeypatch, "draft", *where, *tiny, "--steps", steps)
+        runs.append([places for places in read if len(places) == 2])
+    assert len(runs[0]) == len(runs[1]) == 3 and runs[0][0] == runs[1][0]  # the first is prepared
+    kept, _, frame = read_texts(
+        folder, json.loads((folder / "frame.json").read_text())["vocab_size"]
+    )
+    count = len(train.packed(train.joined(kept, frame, 64, 0.125, 1), 64))
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(1 + 2)).tolist()
+    assert count > 8 and runs[1][1:] == [order[:2], order[2:4]]
+    assert runs[0][1:] != runs[1][1:]
+
+
+@pytest.mark.parametrize(("warmup", "done", "share"), [(0, 0.0, 1.0), (200, 0.0, 1 / 200)])
+def test_a_warm_up_begins_with_a_step(warmup: int, done: float, share: float) -> None:
+    assert train.schedule(done, 0, warmup) == pytest.approx(share)
+
+
+def test_a_warm_up_takes_a_tenth_of_a_run_at_most() -> None:
+    """Although 200 steps would be half of it."""
+    shares = [train.schedule(step / 400, step, 200) for step in range(400)]
+    cosine = [0.5 * (1 + math.cos(math.pi * step / 400)) for step in range(400)]
+    risen = [share / whole for share, whole in zip(shares, cosine, strict=True)]
+    assert risen[20] == pytest.approx(0.5) and risen[40:] == pytest.approx([1.0] * 360)
+    assert shares.index(max(shares)) == 40
 
 
 def test_texts_go_on_where_a_run_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

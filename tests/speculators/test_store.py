@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from scripts.speculators import quantised, store
 from specdec_cli.models.held import plain_weight
@@ -87,3 +88,53 @@ def test_runs_are_set_beside_both_as_they_were(tmp_path: Path) -> None:
     runs["int4", "ngram", "plain", 4] = quantised.SumRatio(torch.ones(5, 2).numpy(), (1, -1))
     with pytest.raises(ValueError, match="ngram at k = 4 ran on other prompts over plain"):
         quantised.lines(runs)
+
+
+def test_two_runs_of_one_name_are_refused(tmp_path: Path) -> None:
+    """train.py calls each of its folders `speculator`, and folders may have files of one name."""
+    run = [{"k": 4, "counts": [[20, 10]] * 9}]
+    both = {"HEAD/speculator": run, "DRAFT/speculator": [{**run[0], "k": 2}]}
+    file, other = tmp_path / "plain.json", tmp_path / "other" / "plain.json"
+    file.write_text(json.dumps({"runs": both}))
+    told = f"HEAD/speculator in {file} and DRAFT/speculator in {file} have one name"
+    with pytest.raises(ValueError, match=told):
+        quantised.runs_of([file])
+    other.parent.mkdir()
+    for one in (file, other):
+        one.write_text(json.dumps({"runs": {"ngram": run}}))
+    with pytest.raises(ValueError, match=f"ngram in {file} and ngram in {other} have one name"):
+        quantised.runs_of([file, other])
+
+
+def test_a_model_is_not_written_over_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save_tiny(tmp_path / "source", "llama")
+    before = {file.name: file.read_bytes() for file in source.iterdir()}
+    other = tmp_path / "other"
+    other.symlink_to(source)
+    for out in (source, other, tmp_path / "x" / ".." / "source"):
+        monkeypatch.setattr(sys, "argv", ["store", str(source), str(out)])
+        with pytest.raises(ValueError, match="holds the model: name another folder"):
+            store.main()
+    assert {file.name: file.read_bytes() for file in source.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("family", "plain"),
+    [
+        ("llama", {"model.embed_tokens", "lm_head"}),
+        ("gpt_neox", {"gpt_neox.embed_in", "embed_out", "lm_head"}),
+        ("gpt2", {"transformer.wte", "transformer.wpe", "lm_head"}),
+    ],
+)
+def test_embeddings_and_heads_stay_plain(family: str, plain: set[str], tmp_path: Path) -> None:
+    """Readers quantise every matrix that the config does not name."""
+    tensors, config = store.plain_tensors(save_tiny(tmp_path / "source", family))
+    store.write(tmp_path / "stored", "fp8", tensors, config)
+    stored = load_file(tmp_path / "stored" / "model.safetensors")
+    settings = json.loads((tmp_path / "stored" / "config.json").read_text())["quantization_config"]
+    matrices = {name.removesuffix(".weight") for name, t in tensors.items() if t.dim() == 2}
+    scaled = {name.removesuffix(".weight_scale") for name in stored if name.endswith("_scale")}
+    assert set(settings["ignore"]) == plain and scaled
+    assert scaled == matrices - plain

@@ -1,8 +1,12 @@
 """Texts for training: loops, overlaps, frames of conversations, waves and rows."""
 
+import json
 import random
+from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +24,14 @@ from scripts.speculators.corpus import (
 )
 from scripts.speculators.fit import fitted, outlook
 from scripts.speculators.frames import Passage, seed, shortened, task
-from scripts.speculators.texts import KINDS, TEMPERATURES, temperature_of
+from scripts.speculators.texts import (
+    KINDS,
+    TEMPERATURES,
+    Writer,
+    temperature_of,
+    turns_in,
+    turns_of,
+)
 
 
 def test_a_loop_is_cut_to_its_first_turn() -> None:
@@ -150,3 +161,87 @@ def test_a_curve_finds_the_law_behind_a_log() -> None:
     assert "0.823 at x4" in line, line
     assert fitted(seconds[:3], errors[:3]) is None
     assert asdict(curve)["floor"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("line", "turns"),
+    [
+        ({"prompt": "a", "text": "b"}, ["a"]),
+        ({"question": "a"}, ["a"]),
+        ({"instruction": "a", "input": "b"}, ["a\n\nb"]),
+        ({"turns": ["a", "b"]}, ["a", "b"]),
+        ({"prompt": "a", "turns": ["b", "c"]}, ["a", "b", "c"]),
+        (
+            {
+                "messages": [
+                    {"role": "system", "content": "s"},
+                    {"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]},
+                    {"role": "assistant", "content": "no"},
+                    {"role": "user", "content": "c"},
+                    {"role": "assistant", "content": "no"},
+                ]
+            },
+            ["a\nb", "c"],
+        ),
+        ({"body": {"messages": [{"role": "user", "content": "a"}]}}, ["a"]),
+        (
+            {
+                "conversations": [
+                    {"from": who, "value": what}
+                    for who, what in zip(("human", "gpt") * 3, "axbxcx", strict=True)
+                ]
+            },
+            ["a", "b", "c"],
+        ),
+    ],
+)
+def test_every_turn_of_a_user_is_avoided(line: dict[str, object], turns: list[str]) -> None:
+    assert turns_of(line) == turns
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ({"answer": "a"}, "has no prompt"),
+        ({"prompt_token_ids": [1, 2]}, "has no text of a user"),
+        ({"messages": [{"role": "system", "content": "s"}]}, "has no text of a user"),
+        ({"conversations": [{"from": "gpt", "value": "x"}]}, "no turn of a user"),
+    ],
+)
+def test_a_line_without_a_text_to_avoid_is_named(
+    line: dict[str, object], told: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "avoid.jsonl"
+    file.write_text('{"prompt": "a"}\n\n' + json.dumps(line) + "\n")
+    with pytest.raises(ValueError, match=rf"avoid\.jsonl:3: .*{told}"):
+        turns_in(file)
+
+
+class Scribe(Writer):
+    """Writes six tokens for each prompt, which is one token of its length."""
+
+    def __init__(self, out: Path, answer: str) -> None:
+        self.args = Namespace(out=out, shards=1, batch=3, new_tokens=6, prompt_tokens=9, seed=1)
+        self.given, self.passages, self.greedy = [], [], set()
+        self.overlapping, self.avoided = 0, Avoided([])
+        self.chat: Any = SimpleNamespace(
+            prompts=lambda texts: [(len(text),) for text in texts],
+            decode=lambda rows: [answer for _ in rows],
+            eos_ids=frozenset({0}),
+        )
+
+    def params(self, **changed: Any) -> Any:
+        return None
+
+    def write(self, wave: int, rows: list[tuple[int, ...]], params: Any) -> list[list[int]]:
+        return [[1, 2, 3, 4, 5, 6] for _ in rows]
+
+
+@pytest.mark.parametrize(("answer", "kind"), [("x", "seeds"), ("x" * 30, "tasks")])
+def test_tasks_wait_for_a_passage(answer: str, kind: str, tmp_path: Path) -> None:
+    """A passage of one letter is not kept, so its first tasks are requests for passages."""
+    assert KINDS[0] == "seeds" and KINDS[2] == "tasks"
+    scribe = Scribe(tmp_path, answer)
+    assert scribe.wave(0)["kind"] == "seeds"
+    record = scribe.wave(2)
+    assert record["kind"] == kind and record["texts"] == 3

@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,12 +25,13 @@ from scripts.speculators.kinds.base import Options
 from scripts.speculators.kinds.base import chained as links_of
 from scripts.speculators.loss import Candidates, SoftLoss
 from scripts.speculators.store import plain_tensors
-from scripts.speculators.target import Reading, Target
+from scripts.speculators.target import Reading, Target, logit_scale
 from specdec_cli.core.types import Request
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.build import build
 from specdec_cli.engine.plan import plan
 from specdec_cli.recipe import load_recipe
+from tests.support import save_tiny
 
 CPU = torch.device("cpu")
 LENGTHS = (40, 57, 31)
@@ -87,6 +90,45 @@ def test_a_captured_target_reads_other_rows_too() -> None:
         assert reading.logits.data_ptr() == target.captured.logits.data_ptr()
         torch.testing.assert_close(reading.logits, want.logits, atol=0, rtol=0)
         torch.testing.assert_close(reading.features, want.features, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_a_captured_pass_reads_everything_of_other_rows(
+    target: Target, is_dense: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph that computes the captured pass again from the same tensors, and by bounds alone
+    where attention does not read segments."""
+    plain, passes = target._pass, list[tuple[Any, ...]]()
+
+    def once(*given: Any) -> Any:
+        found = plain(*given)
+        passes.append((given, found))
+        return found
+
+    class Graph:
+        def replay(self) -> None:
+            (ids, position, layout, layers), (_, logits) = passes[-1]
+            if not is_dense:
+                counts = layout.bounds.diff()
+                texts = torch.arange(len(counts)).repeat_interleave(counts)
+                layout = Layout(texts.view(ids.shape), layout.bounds)
+            logits.copy_(plain(ids, position, layout, layers)[1])
+
+    lengths = LENGTHS, (90, 20, 13, 80)
+    first, other = (random_rows(some, 500, target.vocab_size)[0] for some in lengths)
+    want = target.read(other).logits
+    monkeypatch.setattr(target, "_pass", once)
+    monkeypatch.setattr(target, "captured", None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    segment = first.segment.clone()
+    target.capture(first, ())
+    got = target.read(other)
+    assert target.captured is not None and len(passes) == 2
+    known = other.segment >= 0
+    torch.testing.assert_close(got.logits[known], want[known], atol=1e-4, rtol=1e-4)
+    assert torch.equal(first.segment, segment), "the first rows stay as they are"
 
 
 def slow_chain(
@@ -404,7 +446,7 @@ def test_a_head_with_fewer_ids_has_the_targets_rows_of_them(target: Target, tmp_
     from safetensors.torch import load_file
 
     kind = eagle3.make(target, Options(vocabulary=5))
-    kind.save(target, torch.tensor([4, 9, 11, 30, 31, 99]), tmp_path)
+    kind.save(target, torch.tensor([31, 9, 4, 30, 11, 3, 99]), tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     ids = stored["d2t"] + torch.arange(5)
     assert ids.tolist() == [4, 9, 11, 30, 31]
@@ -437,6 +479,40 @@ def test_a_saved_draft_accepts_what_training_predicts(target: Target, tmp_path: 
     got = greedy_rounds(target, share, 4)
     assert got[0] == ids.tolist()
     assert got[1] == wanted
+
+
+@pytest.mark.parametrize(
+    ("family", "scale"), [("granite", {"logits_scaling": 8.0}), ("cohere", {"logit_scale": 0.25})]
+)
+def test_a_draft_learns_the_logits_that_it_runs_with(
+    family: str, scale: dict[str, float], tmp_path: Path
+) -> None:
+    """A copy of all of the target's layers has its logits."""
+    scaled = Target(str(save_tiny(tmp_path, family, **scale)), CPU)
+    rows, _ = random_rows(LENGTHS, 100, scaled.vocab_size)
+    reading = scaled.read(rows)
+    for module in (draft, pard):
+        kind = module.make(scaled, Options(depth=scaled.num_layers, block=3, anchors=4))
+        kind.prepare(reading)
+        links = kind.links(reading, torch.Generator().manual_seed(1))
+        known = rows.segment.flatten() >= 0
+        logits = links[0].hidden @ scaled.head.T
+        wanted = reading.logits.flatten(0, 1)
+        torch.testing.assert_close(logits[known], wanted[known], atol=1e-4, rtol=1e-3)
+    # Those of masks, by the norm's output before the scale.
+    found: list[Tensor] = []
+    kind.draft.decoder.norm.register_forward_hook(lambda _, __, out: found.append(out))
+    deep = kind.links(reading, torch.Generator().manual_seed(1))[-1].hidden
+    (normed,) = found
+    masks = normed[:, rows.ids.shape[1] :].flatten(0, 1)
+    factor = scale.get("logit_scale", 1 / scale.get("logits_scaling", 1.0))
+    torch.testing.assert_close(deep, factor * masks)
+
+
+def test_a_draft_of_capped_logits_is_refused() -> None:
+    with pytest.raises(ValueError, match="with final_logit_softcapping are not built"):
+        logit_scale(SimpleNamespace(final_logit_softcapping=30.0))
+    assert logit_scale(SimpleNamespace(final_logit_softcapping=None)) == 1.0
 
 
 def test_a_loss_that_cannot_be_compiled_runs_as_it_is(

@@ -1,6 +1,7 @@
 """Floors of the benchmarks: the bytes that passes read, at rates that the run measures."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,16 @@ def test_floors_are_bytes_and_products_at_the_measured_rates() -> None:
     many = 10**6
     bound = 2 * products(planned.target.module) * many / 100e9
     assert prefill_ms(planned, many, 0, rates) == pytest.approx(bound)
+
+
+def test_a_draft_of_one_pass_is_read_once() -> None:
+    """A PARD draft reads its masks with the text."""
+    planned = plan(load_recipe("demo", {"run.device": "cpu"}))
+    rates, draft = Rates(2.0, 100.0), planned.draft
+    floors = [round_ms(planned, 3, 1, rates)]
+    planned = replace(planned, draft=replace(draft, drafts_at_once=True))
+    floors.append(round_ms(planned, 3, 1, rates))
+    assert floors[0] - floors[1] == pytest.approx(2 * bytes_read(draft.module, 1) / 2e9)
 
 
 def test_a_head_fuses_hidden_states_once_a_round() -> None:

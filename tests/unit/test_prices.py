@@ -32,6 +32,12 @@ def test_a_price_is_tokens_over_the_cost_of_a_round() -> None:
     assert price.chance == pytest.approx(0.618, abs=1e-3)
 
 
+def test_scoring_goes_on_with_its_last_slope() -> None:
+    stages = Stages("8B", 1, {4: 5.0, 0: 2.0, 2: 3.0}, 0.5, {"an arm": (0.0, 0.0)})
+    scoring = [stages.round_ms("an arm", k) - 0.5 for k in (0, 1, 2, 3, 4, 6)]
+    assert scoring == [2.0, 2.5, 3.0, 4.0, 5.0, 7.0]
+
+
 def test_a_round_that_costs_more_than_all_its_tokens_never_breaks_even() -> None:
     price = best_price(Stages("8B", 1, {0: 1.0}, 0.0, {"an arm": (0.0, 2.0)}), "an arm", {1: 2.0})
     assert price.chance is None and price.ratio == pytest.approx(2 / 3)

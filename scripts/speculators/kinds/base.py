@@ -102,6 +102,7 @@ class Kind(Protocol):
 
     def restore(self, state: dict[str, Any]) -> None: ...
 
-    def save(self, target: Target, often: Tensor, folder: Path) -> None:
-        """Write the speculator as the engine reads it, in bf16."""
+    def save(self, target: Target, ranked: Tensor, folder: Path) -> None:
+        """Write the speculator as the engine reads it, in bf16. ranked: all ids, the most frequent
+        ones first."""
         ...

@@ -146,7 +146,7 @@ class DFlash:
         self.scales, self.mask = state["scales"], state["mask"]
 
     @torch.no_grad()
-    def save(self, target: Target, often: Tensor, folder: Path) -> None:
+    def save(self, target: Target, ranked: Tensor, folder: Path) -> None:
         tensors = dict(self.module.state_dict())
         tensors["fc.weight"] = folded(tensors["fc.weight"], self.scales)
         config: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "dtype": "bfloat16"}

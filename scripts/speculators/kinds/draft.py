@@ -13,7 +13,7 @@ from torch import Tensor
 
 from scripts.speculators.features import write
 from scripts.speculators.kinds.base import Link, Options, chained
-from scripts.speculators.target import Reading, Target, forward, smaller_model
+from scripts.speculators.target import Reading, Target, forward, logit_scale, smaller_model
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
              "special_tokens_map.json", "generation_config.json")  # fmt: skip
@@ -30,6 +30,7 @@ class Draft:
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, target: Target, options: Options) -> None:
+        self.scale = logit_scale(target.config)
         self.whole = smaller_model(target.config, options.depth)
         decoder = self.whole.get_decoder()
         if not options.blank:
@@ -53,7 +54,7 @@ class Draft:
     def links(self, reading: Reading, generator: torch.Generator) -> list[Link]:
         rows = reading.rows
         found = forward(self.decoder, rows.ids, rows.position, reading.layout.attend)
-        return chained([found.last_hidden_state.flatten(0, 1)], rows, 0)
+        return chained([self.scale * found.last_hidden_state.flatten(0, 1)], rows, 0)
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -62,7 +63,7 @@ class Draft:
         return None
 
     @torch.no_grad()
-    def save(self, target: Target, often: Tensor, folder: Path) -> None:
+    def save(self, target: Target, ranked: Tensor, folder: Path) -> None:
         prefix = self.whole.base_model_prefix
         tensors = {f"{prefix}.{n}": t for n, t in self.module.state_dict().items()}
         config = self.whole.config.to_dict()

@@ -104,13 +104,13 @@ class Eagle3:
         self.scales = state["scales"]
 
     @torch.no_grad()
-    def save(self, target: Target, often: Tensor, folder: Path) -> None:
+    def save(self, target: Target, ranked: Tensor, folder: Path) -> None:
         tensors = dict(self.module.state_dict())
         tensors["fc.weight"] = folded(tensors["fc.weight"], self.scales)
         count = self.shape.vocab
         if self.vocabulary is not None and self.vocabulary < count:
             count = self.vocabulary
-            ids = often.cpu()[:count]
+            ids = ranked.cpu()[:count].sort().values
             tensors["lm_head.weight"] = target.head[ids.to(target.device)]
             tensors["d2t"] = ids - torch.arange(count)
         config = config_of(

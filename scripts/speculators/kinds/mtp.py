@@ -98,7 +98,7 @@ class Mtp:
         return None
 
     @torch.no_grad()
-    def save(self, target: Target, often: Tensor, folder: Path) -> None:
+    def save(self, target: Target, ranked: Tensor, folder: Path) -> None:
         tensors = {
             f"mtp_layers.0.{name.removeprefix('layer.')}": t
             for name, t in self.module.state_dict().items()

@@ -44,7 +44,7 @@ class Pard:
         ids = torch.cat((rows.ids, masks), 1)
         attend = partial(attend_both, blocks)
         found = forward(self.draft.decoder, ids, blocks.positions, attend).last_hidden_state
-        true, deep = found.split((rows.ids.shape[1], masks.shape[1]), 1)
+        true, deep = (self.draft.scale * found).split((rows.ids.shape[1], masks.shape[1]), 1)
         goal, weight = blocks.goals(0)
         place = blocks.place.repeat(len(rows))
         first = chained([true.flatten(0, 1)], rows, 0)
@@ -56,8 +56,8 @@ class Pard:
     def restore(self, state: dict[str, Any]) -> None:
         self.mask = state["mask"]
 
-    def save(self, target: Target, often: Tensor, folder: Path) -> None:
-        self.draft.save(target, often, folder)
+    def save(self, target: Target, ranked: Tensor, folder: Path) -> None:
+        self.draft.save(target, ranked, folder)
         file = folder / "config.json"
         config = json.loads(file.read_text()) | {"spd_type": "pard", "pard_token": self.mask}
         file.write_text(json.dumps(config, indent=2) + "\n")

@@ -109,7 +109,7 @@ class PEagle:
         self.scales, self.mask = state["scales"], state["mask"]
 
     @torch.no_grad()
-    def save(self, target: Target, often: Tensor, folder: Path) -> None:
+    def save(self, target: Target, ranked: Tensor, folder: Path) -> None:
         tensors = dict(self.module.state_dict())
         tensors["fc.weight"] = folded(tensors["fc.weight"], self.scales)
         tensors["mask_hidden"] = folded(tensors["mask_hidden"], [1 / s for s in self.scales])
