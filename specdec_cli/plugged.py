@@ -116,6 +116,29 @@ class WatchedOptions(dict[str, Any]):
                 )
 
 
+class DeviceCounts:
+    """Counts of invalid results, kept on the device so that no round waits for them."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+        self._counts: torch.Tensor | None = None  # int64 [num]
+
+    def add(self, counts: torch.Tensor) -> None:
+        """Add `counts`, int64 [num]."""
+        if self._counts is None or self._counts.device != counts.device:
+            self._counts = torch.zeros(self.num, dtype=torch.int64, device=counts.device)
+        self._counts += counts
+
+    def taken(self) -> list[int]:
+        """Return the counts since the last call, and set them to 0. This waits for the device."""
+        if self._counts is None:
+            return [0] * self.num
+        found: list[int] = self._counts.tolist()
+        with torch.inference_mode():
+            self._counts.zero_()  # a captured round adds to this tensor, so it has to stay
+        return found
+
+
 def expect(who: str, name: str, found: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Raise `UsageError` unless `found` is a tensor of this shape and dtype."""
     if isinstance(found, torch.Tensor) and (found.shape, found.dtype) == (shape, dtype):
@@ -140,9 +163,8 @@ class PluggedMethod:
     def __init__(self, name: str, made: type[Any], parts: MethodParts) -> None:
         self.who = f"method {name}"
         self.vocab_size = parts.target.vocab_size
-        # The numbers of invalid proposals since the last `check`, int64 [2]: of token ids outside
-        # the vocabulary, and of lengths (`Candidates.lens`) outside 0..caps.
-        self._num_invalid: torch.Tensor | None = None
+        # Token ids outside the vocabulary, and lengths (`Candidates.lens`) outside 0..caps.
+        self._num_invalid = DeviceCounts(2)
         with blamed(self.who, "making it"):
             self.inner = built(type(made.__name__, (made, Proposer), {}), parts)
             self.feature_layers = tuple(self.inner.feature_layers)
@@ -176,11 +198,9 @@ class PluggedMethod:
         # The id -1 is allowed. It marks a token drawn from logits that are not finite, and
         # verification reports it.
         invalid = ((ids < -1) | (ids >= self.vocab_size)) & (place < lens[:, None])
-        if self._num_invalid is None or self._num_invalid.device != ids.device:
-            self._num_invalid = torch.zeros(2, dtype=torch.int64, device=ids.device)
         outside = (found.lens != lens) & state.active
         counts = torch.stack((invalid.sum() * state.active.any(), outside.sum()))
-        self._num_invalid += counts
+        self._num_invalid.add(counts)
         first = torch.where(invalid, place, draft.k).amin(dim=1)
         clamped = ids.clamp(-1, self.vocab_size - 1)
         return Candidates(clamped, torch.minimum(lens, first), found.q)
@@ -190,10 +210,8 @@ class PluggedMethod:
         `lens` outside 0..caps, since the last call."""
         with blamed(self.who, "check"):
             self.inner.check()
-        ids, lens = (0, 0) if self._num_invalid is None else self._num_invalid.tolist()
-        if self._num_invalid is not None and (ids or lens):
-            with torch.inference_mode():
-                self._num_invalid.zero_()
+        ids, lens = self._num_invalid.taken()
+        if ids or lens:
             told = f"{ids} proposed ids are outside the vocabulary of {self.vocab_size}"
             if not ids:
                 told = f"{lens} of the lens that propose returned are outside 0..caps"
@@ -216,9 +234,8 @@ class PluggedRule(AcceptanceRule):
         self.remark: str | None = getattr(inner, "remark", None)
         if not (self.is_lossless or self.remark):
             self.remark = "the text may not follow the target's distribution"
-        # int64 [1], how many values of `num_accepted` since the last `check` were above the number
-        # of proposals, or below all values that have a meaning.
-        self._num_invalid: torch.Tensor | None = None
+        # Values of `num_accepted` above the number of proposals, or below all that have a meaning.
+        self._num_invalid = DeviceCounts(1)
 
     def decide(
         self,
@@ -236,20 +253,16 @@ class PluggedRule(AcceptanceRule):
         expect(self.who, "num_accepted", found.num_accepted, (batch,), torch.int64)
         accepted = torch.minimum(found.num_accepted, candidates.lens)
         accepted = torch.where(accepted < _LEAST_ACCEPTED, 0, accepted)
-        if self._num_invalid is None or self._num_invalid.device != accepted.device:
-            self._num_invalid = torch.zeros(1, dtype=torch.int64, device=accepted.device)
         # Slots without a sequence have no proposals, and their decisions are never used.
         is_invalid = (accepted != found.num_accepted) & (candidates.lens > 0)
-        self._num_invalid += is_invalid.sum()
+        self._num_invalid.add(is_invalid.sum()[None])
         return Verdict(found.token_ids, accepted)
 
     def check(self) -> None:
         """Raise `UsageError` if the plugin has accepted more than was proposed since the last
         call."""
-        count = 0 if self._num_invalid is None else int(self._num_invalid)
-        if self._num_invalid is not None and count:
-            with torch.inference_mode():
-                self._num_invalid.zero_()
+        (count,) = self._num_invalid.taken()
+        if count:
             raise UsageError(
                 f"{self.who}: {count} of the num_accepted that decide returned are outside 0..lens"
             )
