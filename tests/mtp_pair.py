@@ -83,8 +83,10 @@ def save_mtp(
             is_wide = family == "mimo_v2_flash" and ".self_attn." in name
             torch.nn.init.normal_(tensor, std=0.3 if is_wide else 0.1)
         elif tensor.is_floating_point():
+            is_sink = name.endswith("sinks")  # transformers leaves sinks in memory as it was
             with torch.no_grad():
-                tensor.add_(torch.randn_like(tensor) * 0.2 + 3.0 * name.endswith("sinks"))
+                start = torch.full_like(tensor, 3.0) if is_sink else tensor
+                tensor.copy_(start + torch.randn_like(tensor) * 0.2)
     if steps:
         texts = [p + greedy_reference(oracle, p, NEW_TOKENS + 8) for p in STARTS[:-1]]
         _train(modules.float(), oracle, texts, steps)
