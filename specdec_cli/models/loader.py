@@ -30,7 +30,6 @@ from specdec_cli.models.quantised import (
     dequantised,
     fields_of,
     no_scales,
-    plain_reader,
     read_stored,
 )
 from specdec_cli.models.spec import ModelSpec
@@ -193,10 +192,11 @@ def _opened(description: Unfilled) -> Iterator[tuple[dict[str, ReadWeight], list
             for name, held in stored.items()
             if name in storages
         }
-        for name in storages.keys() - stored.keys():
-            owner = module.get_submodule(name.rpartition(".")[0])
-            is_turned = bool(getattr(owner, "is_transposed", False))
-            kept[name] = plain_reader(name, own, description.dtype, spec.name, is_turned)
+        if rest := storages.keys() - stored.keys():
+            # Dequantise before gate and up are joined, because gate may end inside a group of rows.
+            numbers = dequantised(tensors, settings, description.dtype, spec.name)
+            plain, _ = converted(module, _by_own_names(description, numbers))
+            kept |= {name: plain[name] for name in rest}
         yield {**readers, **kept}, unused
 
 

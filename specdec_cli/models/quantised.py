@@ -404,10 +404,10 @@ def dequantised(
     is_turned = any(group.form == BLOCKS for group in scheme.groups)
     fields = fields_of(tensors, scheme, model)
     how = fields, dtype, model, is_turned
-    return fields.codes | {name: plain_reader(name, *how) for name in fields.storages}
+    return fields.codes | {name: _plain_reader(name, *how) for name in fields.storages}
 
 
-def plain_reader(
+def _plain_reader(
     name: str, fields: Fields, dtype: torch.dtype, model: str, is_turned: bool
 ) -> Read:
     """Return a reader that dequantises a weight. is_turned: whether to exchange its last two

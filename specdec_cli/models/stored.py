@@ -183,7 +183,8 @@ def _hold_as_stored(
 
     Returns an error, by name, for each matrix that has an entry but does not fit. Either the matrix
     or this rank's part of it is not a whole number of codes and groups (values that share a scale),
-    or the matrices of one merged matmul have different storages.
+    or the matrices of one merged matmul have different storages. An ordinary matrix may end within
+    a group of rows, but an expert's may not: the next expert's groups would begin at a wrong row.
     """
     embedding = module.get_input_embeddings().weight
     problems: dict[str, SetupError] = {}
@@ -194,7 +195,8 @@ def _hold_as_stored(
             continue
         is_transposed = bool(getattr(owner, "is_transposed", False))
         held = StoredParameter.like(parameter, storage, is_transposed=is_transposed)
-        if (problem := _edges(held, shards.parts.get(name), f"{name} of {model}")) is None:
+        part, joined = shards.parts.get(name), 2 if leaf == "gate_up_proj" else 1
+        if (problem := _edges(held, part, f"{name} of {model}", joined)) is None:
             chosen[name] = owner, leaf, held
         else:
             problems[name] = problem
@@ -209,15 +211,23 @@ def _hold_as_stored(
     return problems
 
 
-def _edges(held: StoredParameter, part: Part | None, told: str) -> SetupError | None:
-    """Return an error if a row of the matrix is not a whole number of codes, or if this rank's part
-    would begin or end inside a code or a group; else None.
+def _edges(held: StoredParameter, part: Part | None, told: str, joined: int) -> SetupError | None:
+    """Return an error if a row of the matrix is not a whole number of codes, if an expert's matrix
+    ends inside a group of rows, or if this rank's part would begin or end inside a code or a group;
+    else None.
 
     part: this rank's part; None if it has the whole matrix. told: the matrix's name, for the error.
+    joined: how many matrices of the checkpoint each expert's matrix consists of.
     """
-    storage, width = held.stored_as, held.shape_written[-1]
+    storage, (*stacked, rows, width) = held.stored_as, held.shape_written
     if width % (per_code := KINDS[storage.kind].per_code):
         return SetupError(f"{told} has {width} columns, which is not a multiple of {per_code}")
+    if stacked and rows // joined % storage.group[0]:
+        return SetupError(
+            f"{told} has matrices of {rows // joined} rows, which is not a multiple of "
+            f"{storage.group[0]}, the number of rows that share a scale",
+            "take weights: dequantise",
+        )
     if part is None:
         return None
     part = stored_part(held, part)

@@ -257,6 +257,31 @@ def test_what_cannot_stay_stored_is_dequantised_or_refused(tmp_path: Path) -> No
             described(folder)
 
 
+@pytest.mark.parametrize(
+    ("features", "group", "told"),
+    [
+        # Gate ends inside a group: groups of the joined matrix would begin at other rows of up.
+        (28, (16, 4), "gate_up_proj of {} has matrices of 28 rows"),
+        (24, (16, 4), "gate_up_proj of {} has matrices of 24 rows"),
+        (48, (24, 16), "down_proj of {} has matrices of 64 rows"),
+    ],
+)
+def test_experts_that_end_inside_a_group_are_dequantised_or_refused(
+    features: int, group: tuple[int, int], told: str, tmp_path: Path
+) -> None:
+    kept, numbers = pair(tmp_path, "qwen3_moe", group, moe_intermediate_size=features)
+    with pytest.raises(SetupError) as caught:
+        described(kept)
+    assert told.format(kept) in caught.value.message
+    auto = replace(SPEC, name=str(kept), weights="auto")
+    about = describe(auto, torch.device("cuda"))
+    experts = {n.rpartition(".")[2] for n in stored_parameters(about.module) if ".experts." in n}
+    assert experts == {"gate_up_proj", "down_proj"} - {told.split()[0]}
+    want = dict(load(description(numbers), CPU).named_parameters())
+    for name, parameter in load(about, CPU).named_parameters():
+        assert torch.equal(plain_weight(parameter), want[name]), name
+
+
 def test_a_draft_cannot_borrow_a_stored_head(tmp_path: Path) -> None:
     kept, _ = pair(tmp_path, "llama")
     about = described(kept)
