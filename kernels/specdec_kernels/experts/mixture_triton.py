@@ -49,6 +49,8 @@ def mixture_add_norm_triton(x: Normed, experts: Experts, norm_weight: Tensor, ep
     if grouped is None:
         gate_up, down = (plain_triton(w, dtype) for w in (experts.gate_up, experts.down))
         experts = experts._replace(gate_up=gate_up, down=down)
+        grouped = choose_group_tiles(*sizes, dtype.itemsize, room)
+    if grouped is None:
         return sorted_mixture_add_norm(x, experts, norm_weight, eps)
     experts, grouped = readable(experts, grouped, dtype)
     groups = group_triton(x, experts)
@@ -69,12 +71,12 @@ def fitted(
     weight: Tensor | Stored, tiles: AnyTiles, dtype: torch.dtype
 ) -> tuple[Tensor | Stored, AnyTiles]:
     """Return a weight that the kernels can read, and tiles that fit it. A quantised weight stays
-    quantised if `block_k` of the tiles can be aligned with its quantisation groups. Otherwise it is
-    dequantised to `dtype`."""
+    quantised if no group has rows of two experts, and if `block_k` of the tiles can be aligned with
+    its groups of columns. Otherwise it is dequantised to `dtype`."""
     if isinstance(weight, Tensor):
         return weight, tiles
     deep = tiles._replace(block_k=max(tiles.block_k, BLOCK))
     slices = slices_for(weight, deep.block_k, deep.slices)
-    if slices is None:
+    if slices is None or weight.shape[-2] % weight.storage.group[0]:
         return plain_triton(weight, dtype), tiles
     return weight, deep._replace(slices=slices)

@@ -305,6 +305,29 @@ def test_experts_are_those_with_plain_weights(name, num_rows, dtype, device) -> 
     assert_close("hidden", want.hidden, got.hidden, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize(("num_rows", "chosen"), [(2, 1), (26, 2)])
+def test_experts_that_end_inside_a_group_of_rows(num_rows, chosen, device) -> None:
+    """The next expert's groups do not begin at a multiple of 48 rows. Of 26 rows, each chooses both
+    experts, which has no tiles for stored weights."""
+    kind = {"dtype": torch.float32, "device": device}
+    storage, width = Storage("fp8", (48, 128)), 128
+    gate_up, down = (normal(2, rows, width, **kind) for rows in (96, width))
+    scale = torch.arange(1, width + 1, device=device)[:, None]
+    kept = {
+        "gate_up": storage.quantised(gate_up),
+        "down": storage.quantised(down[..., :48] * scale),
+    }
+    plain = {name: weight.plain(torch.float32) for name, weight in kept.items()}
+    hidden, norm = normal(num_rows, width, **kind), torch.ones(width, **kind)
+    x = ops.Normed(hidden, hidden, hidden.square().sum(1, keepdim=True), EPS)
+    router = normal(2, width, **kind)
+    want, got = (
+        mixture_add_norm_triton(x, ops.Experts(router, routing=ops.Routing(chosen), **w), norm, EPS)
+        for w in (plain, kept)
+    )
+    assert_close("hidden", want.hidden, got.hidden, TOLERANCE[torch.float32])
+
+
 LANES = {
     "fp8": (Storage("fp8"), 416),
     "fp8-blocks": (Storage("fp8", (32, 128)), 384),
