@@ -45,7 +45,7 @@ from specdec_kernels.comm.peers import (
 from specdec_kernels.launch_triton import after_predecessor, dependence, load_acquired
 from specdec_kernels.linear.norm_triton import rms_norm_triton
 from specdec_kernels.linear.reference import Normed
-from specdec_kernels.linear.tiles import FEW_ROWS
+from specdec_kernels.linear.tiles import leaves_norm
 
 
 @triton.jit
@@ -212,8 +212,7 @@ def reduce_add_norm_triton(
     num_rows, width = residual.shape
     assert norm_weight.shape == (width,) and residual.stride(1) == 1
     assert residual.dtype == peers.parts.dtype
-    if num_rows > FEW_ROWS:
-        # With many rows, cuBLAS computes the next matmul. Its input must be fully normalised.
+    if not leaves_norm(residual):
         hidden = reduce_parts_triton(peers, place, num_rows, residual)
         return Normed(hidden, rms_norm_triton(hidden, norm_weight, eps), None, eps)
     scaled = torch.empty((num_rows, width), dtype=residual.dtype, device=residual.device)

@@ -40,6 +40,7 @@ from specdec_kernels.linear.few_rows_triton import (
     whole_sums,
     zero_sums,
 )
+from specdec_kernels.linear.norm_triton import add_norm_triton
 from specdec_kernels.linear.reference import Normed
 from specdec_kernels.linear.stored_groups_triton import (
     along_features,
@@ -50,6 +51,7 @@ from specdec_kernels.linear.stored_groups_triton import (
     rows_of,
 )
 from specdec_kernels.linear.stored_sums_triton import stored_sums
+from specdec_kernels.linear.tiles import leaves_norm
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -199,6 +201,8 @@ def down_add_norm_triton(
         *(hidden, scaled, squares, *parts, num_rows, num_features, residual.stride(0)),
         **constants | dependent,
     )
+    if not leaves_norm(hidden):
+        return add_norm_triton(hidden, None, norm_weight, eps)
     return Normed(hidden, scaled, squares, eps)
 
 

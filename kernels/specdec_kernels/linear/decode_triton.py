@@ -147,7 +147,9 @@ def ones_beside(numbers):
 
 @triton.jit
 def scale_of(stored):
-    """Convert scales to fp32. A uint8 scale is the biased exponent of a power of two."""
+    """Convert scales to fp32. A uint8 scale is the biased exponent of a power of two. Two of them
+    differ from `Storage.factors`: 0, which means 2^-127, becomes 0, and 255, which means NaN and
+    which loading refuses, becomes infinity."""
     if stored.dtype == tl.uint8:
         scale = (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     else:

@@ -66,8 +66,9 @@ def store_scaled(out_ptr, numbers, column, scales_ptr, zeros_ptr, live, FORM: tl
 
 
 def plain_triton(weight: Tensor | Stored, dtype: torch.dtype) -> Tensor:
-    """Compute `stored.plain_of` on CUDA, with bitwise equal results. Weights that the kernel does
-    not support are dequantised by `Stored.plain`."""
+    """Compute `stored.plain_of` on CUDA, with bitwise equal results except for the uint8 scales 0
+    and 255 (see `scale_of`). Weights that the kernel does not support are dequantised by
+    `Stored.plain`."""
     if isinstance(weight, Tensor):
         return weight
     *outer, features, width = weight.shape

@@ -19,11 +19,11 @@ from specdec_kernels.linear.reference import Normed, linear_reference
 from specdec_kernels.linear.stored import Stored
 from specdec_kernels.linear.stored_rows_triton import stored_rows_linear
 from specdec_kernels.linear.tiles import (
-    FEW_ROWS,
     choose_row_tiles,
     choose_stored_tiles,
     choose_terms_tiles,
     choose_tiles,
+    leaves_norm,
 )
 
 Product = Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -125,7 +125,7 @@ def linear_add_norm_triton(
     if product is None:
         assert isinstance(weight, Tensor)
         return add_norm_triton(F.linear(x, weight, bias), residual, norm_weight, eps)
-    if x.shape[0] > FEW_ROWS:  # the next matmul may use cuBLAS, which needs a finished norm
+    if not leaves_norm(residual):
         hidden = product(x, weight, bias=bias, residual=residual)[0]
         return add_norm_triton(hidden, None, norm_weight, eps)
     hidden, scaled, squares = product(

@@ -20,7 +20,7 @@ from specdec_kernels.linear.stored import BLOCK, KINDS, Stored
 from specdec_kernels.linear.tile_tables import FINE, STORED, TABLES, TERMS, Tiles
 from specdec_kernels.tiles import first_fit, table_for
 
-FEW_ROWS = 64  # up to this many rows of x, tiles are adapted, and matmuls prepare the next norm
+FEW_ROWS = 64  # up to this many rows of x, tiles are adapted; see also `leaves_norm`
 WASTE = 1.25  # a partial last wave matters if ceil(waves) / waves is at least this
 SCRATCH = 4096  # bytes of shared memory for exchanges between warps
 
@@ -38,6 +38,17 @@ LEAST = 512  # minimum values of a weight row per split
 SPLITS = 8  # maximum splits
 FEW = 8  # up to this many rows of x, decoding codes is faster than splitting x into fp8 terms
 SLICE = 16  # minimum bytes per slice, the K of one tensor-core instruction
+
+
+def leaves_norm(x: Tensor) -> bool:
+    """Return True if matmuls that add to the residual stream x leave the norm that follows to the
+    next matmul.
+
+    They do so for up to `FEW_ROWS` rows, because cuBLAS, which may multiply more rows, needs a
+    finished norm. They never do so in fp16, because x times the norm's weight may be infinite where
+    the finished norm is not.
+    """
+    return x.shape[0] <= FEW_ROWS and x.dtype != torch.float16
 
 
 def spread(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY) -> Tiles:

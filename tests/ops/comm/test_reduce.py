@@ -76,7 +76,7 @@ def test_sums_of_ranks(rows, width, size, dtype, device):
         expected = residual.double() + parts[:, place, :rows].double().sum(0)
         assert_close("hidden", expected, out.hidden, 2 * TOLERANCE[dtype])
         normed = F.rms_norm(out.hidden.double(), (width,), norm.double(), EPS)
-        if rows > 64:  # products of many rows need a finished norm
+        if rows > 64 or dtype == torch.float16:  # the next product needs a finished norm
             assert out.squares is None
             assert_close("norm", normed, out.scaled, TOLERANCE[dtype])
             continue
@@ -124,9 +124,10 @@ def test_sums_of_parts_that_ranks_write_to_each_other(rows, width, size, dtype, 
         if place:
             out = reduce_add_norm_triton(peers, place, residual, norm, EPS)
             whole += residual.double()
-            assert out.squares is not None
-            squares = out.hidden.double().square().sum(1)
-            assert_close("squares", squares, out.squares.sum(1), 1e-5)
+            assert (out.squares is None) == (dtype == torch.float16)
+            if out.squares is not None:
+                squares = out.hidden.double().square().sum(1)
+                assert_close("squares", squares, out.squares.sum(1), 1e-5)
             assert_close("sum", whole, out.hidden, 2 * TOLERANCE[dtype])
         else:
             out = reduce_parts_triton(peers, place, rows)

@@ -314,6 +314,20 @@ def test_norm_then_product(device):
     assert_close("out", F.linear(norm_of(x, norm), weight.double()), out, 1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_fp16_norms_are_finite_where_the_stream_times_the_weight_is_not(rows, device):
+    kind = {"dtype": torch.float16, "device": device}
+    residual, x = normal(rows, 48, **kind), normal(rows, 24, **kind)
+    norm, weight = torch.ones(48, **kind), normal(48, 24, **kind)
+    residual[:, 7], norm[7] = 3000.0, 30.0
+    stream = products_triton.linear_add_norm_triton(x, weight, residual, norm, EPS)
+    assert stream.hidden.isfinite().all()
+    last = normal(40, 48, scale=48**-0.5, **kind)
+    expected = F.linear(norm_of(stream.hidden, norm), last.double())
+    out = products_triton.norm_linear_triton(stream, last)
+    assert_close("out", expected, out, TOLERANCE[torch.float16])
+
+
 def test_references_agree_with_torch():
     """`ops` on CPU tensors compute a Llama layer without attention like torch."""
     kind = {"dtype": torch.float64, "device": torch.device("cpu")}
