@@ -5,6 +5,7 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from statistics import median
 from typing import Any
 
 import aiohttp
@@ -86,6 +87,7 @@ def test_ids_rounds_and_times_are_the_servers(dialect: str, batch: int) -> None:
         answers = ask(6)
     assert_true(server, answers)
     assert source(answers) == ("chunks" if dialect == "vllm" else "per_request")
+    waits, stretches = [], []  # of the client's clock beyond the server's, in ms
     for answer in answers:
         (truth,) = [w for w in server.written if w.prompt == answer.prompt_token_ids]
         kept = truth.rounds if dialect == "sglang" else _in_text(truth.rounds, len(truth.tokens))
@@ -94,11 +96,14 @@ def test_ids_rounds_and_times_are_the_servers(dialect: str, batch: int) -> None:
         assert answer.served is not None and answer.served.e2el_ms is not None
         assert answer.ttft_ms is not None
         # The client's clock runs from before the server has the request; both share a processor.
-        assert sent[0] < answer.ttft_ms < sent[0] + 40 and sent[-1] < answer.served.e2el_ms
+        assert sent[0] < answer.ttft_ms and sent[-1] < answer.served.e2el_ms
         span = answer.served.e2el_ms - answer.ttft_ms
-        assert span == pytest.approx(sent[-1] - sent[0], abs=20)
+        waits.append(answer.ttft_ms - sent[0])
+        stretches.append(abs(span - (sent[-1] - sent[0])))
         assert answer.tpot_ms == pytest.approx(span / (len(truth.tokens) - 1))
         assert answer.max_output_tokens == PARAMS.max_new_tokens
+    # Another program may stop this one for a moment, so that one answer is late.
+    assert median(waits) < 40 and median(stretches) < 20
     # Each instant is charged once, however many decode.
     first = min(a.first_token_at or 0.0 for a in answers)
     last = max(a.finished_at or 0.0 for a in answers)
