@@ -190,7 +190,8 @@ def test_what_is_written_is_on_the_disk_before_it_counts(
 
 
 def test_a_users_own_files_are_left_alone(run: Run, tmp_path: Path) -> None:
-    for name in ("prompts.jsonl", "settings.json", "summary.json"):
+    names = ("prompts.jsonl", "settings.json", "summary.json", "environment.json", "servers.json")
+    for name in (*names, "report.html", "plots", "memory.png"):
         folder = tmp_path / name.partition(".")[0]
         folder.mkdir()
         (folder / name).write_text("mine")
@@ -237,6 +238,9 @@ def test_a_run_that_wrote_nothing_may_be_repeated(run: Run, tmp_path: Path) -> N
     (tmp_path / "samples.jsonl").touch()
     assert run("--prompt", "x", *SHORT, "-o", tmp_path).code == 0
     assert len(samples(tmp_path)) == 1
+    for name in ("samples.jsonl", "points.jsonl", "settings.json"):  # interrupted before these
+        (tmp_path / name).unlink()
+    assert run("--prompt", "x", *SHORT, "-o", tmp_path).code == 0
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")

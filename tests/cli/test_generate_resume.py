@@ -86,8 +86,11 @@ def test_what_was_measured_under_is_kept(
         patch.setattr(machine.MachineWatch, "notices", lambda _: [noise])
         patch.setattr(native, "environment", lambda _: {"device": "another"})
         first = generate(capsys, *run)
+    environment = tmp_path / "environment.json"
+    environment.unlink()  # a resumed run writes it again
     again = generate(capsys, *run, "--resume", "--strict")
     assert (first.code, again.code) == (0, 3) and again.err.count(noise.message) == 1
+    assert json.loads(environment.read_text()) == {"device": "another"}
     whole, resumed = first.document, again.document
     for found in (whole, resumed):  # the last sample's may be less than the run's
         assert found["metrics"].pop("peak_memory_bytes") > 1 << 20

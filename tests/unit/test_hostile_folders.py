@@ -73,6 +73,14 @@ def test_pipes_are_not_written_to(tmp_path: Path) -> None:
     assert (tmp_path / "summary.json").read_text() == "{}"
 
 
+def test_only_the_run_s_own_records_are_repaired(tmp_path: Path) -> None:
+    for name in ("samples.jsonl", "questions.jsonl"):
+        (tmp_path / name).write_text('{"k": 1}\n{"k": 2}')
+    RunFolder.reopen(tmp_path).close()
+    assert (tmp_path / "samples.jsonl").read_text() == '{"k": 1}\n'
+    assert (tmp_path / "questions.jsonl").read_text() == '{"k": 1}\n{"k": 2}'
+
+
 def replace_folder(path: Path) -> None:
     shutil.copytree(path, path.with_name("copy"))
     shutil.rmtree(path)

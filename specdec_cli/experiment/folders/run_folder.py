@@ -18,6 +18,12 @@ from specdec_cli.text import is_unicode, one_line
 
 _log = logging.getLogger("specdec")
 _RECORDS = ("samples", "points", "replay", "curve", "pairs", "load")
+# Further files that runs and their reports replace. A folder with one of them, but without a
+# recipe.yaml, belongs to the user.
+_REPLACED = (
+    *("settings.json", "summary.json", "environment.json", "servers.json"),
+    *("report.html", "plots", "memory.png"),
+)
 
 
 class LostRecords(SetupError):
@@ -67,8 +73,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             _sync_names(path.parent)
             folder._claim()
-            files = [path / f"{name}.jsonl" for name in _RECORDS]
-            earlier = [file.name for file in files if file.exists() and file.stat().st_size]
+            earlier = [file.name for file in folder._record_files() if file.stat().st_size]
         if earlier:
             folder.close()
             raise UsageError(
@@ -77,7 +82,7 @@ class RunFolder:
             )
         if _is_foreign(path / "recipe.yaml"):
             raise folder._not_ours("recipe.yaml")
-        for name in ("settings.json", "summary.json"):
+        for name in _REPLACED:
             folder.refuse_foreign(name)
         folder.write_recipe(recipe)
         folder.write("environment.json", to_json(where) + "\n")
@@ -108,8 +113,8 @@ class RunFolder:
         )
 
     def mend(self) -> None:
-        """Truncate incomplete last lines that a crash left behind."""
-        for file in sorted(self.path.glob("*.jsonl")):
+        """Truncate incomplete last lines that a crash left in the run's records."""
+        for file in self._record_files():
             with or_setup_error(f"cannot repair {file}"):
                 content = file.read_bytes()
                 end = content.rfind(b"\n") + 1
@@ -117,6 +122,10 @@ class RunFolder:
                     os.truncate(file, end)
                     said = "%s: cut off %d bytes of a record that a crash left unfinished"
                     _log.warning(said, file, len(content) - end)
+
+    def _record_files(self) -> list[Path]:
+        files = (self.path / f"{name}.jsonl" for name in _RECORDS)
+        return [file for file in files if file.exists()]
 
     def _claim(self) -> None:
         """Lock the folder against other runs until this process closes it or ends."""

@@ -123,6 +123,8 @@ def opened(
         raise
     if not (path / "recipe.yaml").exists():
         folder.write_recipe(recipe)
+    if not (path / "environment.json").exists():
+        folder.write("environment.json", to_json(earlier_environment(path, where)) + "\n")
     if is_open:
         keep_environment_warning(folder, settings, where)
     return folder

@@ -39,15 +39,13 @@ def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: b
 
     if resume and (path / settings_file.SETTINGS).exists():
         read_settings(path)  # only to raise an error if the settings are damaged
-    records.folder = folder = settings_file.opened(
+    records.folder = settings_file.opened(
         *(path, plan.settings, plan.recipe, where, load),
         resume=resume,
         notices=warnings_of(plan),
         own_prompts=plan.own_prompts,
     )
-    if not (path / "environment.json").exists():
-        folder.write("environment.json", to_json(records.earlier_where) + "\n")
-    return folder
+    return records.folder
 
 
 def read_settings(path: Path) -> SweepSettings:
