@@ -33,12 +33,18 @@ from specdec_cli.commands import (
     report,
     sweep_k,
 )
-from specdec_cli.errors import ExitCode, SpecdecError, UsageError, is_out_of_memory
+from specdec_cli.errors import (
+    ExitCode,
+    SpecdecError,
+    UsageError,
+    is_out_of_files,
+    is_out_of_memory,
+)
 from specdec_cli.launch.rank import Rank, how_it_ended
 from specdec_cli.launch.reports import End, RanksError, Report
 from specdec_cli.launch.world import Place, find_place
 from specdec_cli.signals import signals
-from specdec_cli.text import first_line, inert, shortened
+from specdec_cli.text import JSON_ESCAPES, first_line, inert, shortened
 
 _EPILOG = (
     "Exit codes: 0 done · 1 run failed · 2 bad usage, recipe or prompts · 3 partial (the rest is "
@@ -112,7 +118,8 @@ def _main(argv: Sequence[str] | None) -> int:
     held = io.StringIO()
     _forget_no_size()
     with signals(is_last=argv is None) as asked:
-        with _streams(), contextlib.redirect_stdout(held) if as_json else contextlib.nullcontext():
+        holding = contextlib.redirect_stdout(held) if as_json else contextlib.nullcontext()
+        with _streams(JSON_ESCAPES if as_json else "backslashreplace"), holding:
             place = _place(program, verbose, outcome)
             if not outcome.failed:
                 _run(arguments, place, outcome)
@@ -209,6 +216,7 @@ class _Outcome:
 
 def _run(arguments: list[str], place: Place, outcome: _Outcome) -> None:
     try:
+        os.getcwd()  # fails if the directory is gone; the import of torch would end the process
         command = typer.main.get_command(app)
         code = command.main(args=arguments, prog_name="specdec", standalone_mode=False, obj=place)
         outcome.code = code if isinstance(code, int) else int(ExitCode.OK)
@@ -271,6 +279,8 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
             f"cannot import {error.name or 'a library'}: {first_line(cause)}",
             "is the installation complete, and is there memory left (ulimit -v)?",
         )
+    elif isinstance(error, FileNotFoundError) and (lost := _lost_folder(error)) is not None:
+        outcome.fail(ExitCode.ENVIRONMENT, *lost)
     elif isinstance(error, OSError) and (error.filename or error.errno in _MACHINE_ERRNOS):
         # An error without a file name comes from writing to stdout.
         said = f"cannot write the result: {error.strerror}"
@@ -283,6 +293,21 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
             f"{type(error).__name__}: {first_line(error)}".removesuffix(": "),
             "this error is unexpected; run again with -v for the traceback",
         )
+    if is_out_of_files(error):
+        outcome.code = int(ExitCode.ENVIRONMENT)
+        outcome.hint = "raise the limit on open files (ulimit -n)"
+
+
+def _lost_folder(error: FileNotFoundError) -> tuple[str, str] | None:
+    """Return a message and a hint if the working directory is gone, or if no temporary directory
+    can be written; otherwise None."""
+    if "temporary directory" in (told := error.strerror or ""):
+        return told, "free space there, or set TMPDIR to a folder on another disk"
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "the working directory is gone", "change to a folder that exists"
+    return None
 
 
 # Shells report this exit code for a process that SIGPIPE ended because its reader closed the pipe.
@@ -372,8 +397,11 @@ def _forget_no_size() -> None:
 
 
 @contextlib.contextmanager
-def _streams() -> Iterator[None]:
-    """Escape characters that stdout cannot encode; restore streams that a command replaced."""
+def _streams(errors: str) -> Iterator[None]:
+    """Escape characters that stdout cannot encode; restore streams that a command replaced.
+
+    errors: the name of the handler that escapes them.
+    """
     stdout, stderr = sys.stdout, sys.stderr
     # Python sets a stream to None if it was closed when the command started (>&-). Commands expect
     # a file, so open /dev/null in its place.
@@ -383,7 +411,7 @@ def _streams() -> Iterator[None]:
             closed.append(open(os.devnull, "w"))
             setattr(sys, name, closed[-1])
     if isinstance(stdout, io.TextIOWrapper):
-        stdout.reconfigure(errors="backslashreplace")
+        stdout.reconfigure(errors=errors)
     try:
         yield
     finally:

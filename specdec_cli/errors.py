@@ -115,6 +115,18 @@ class RunError(SpecdecError):
     code = ExitCode.RUN_FAILED
 
 
+def is_out_of_files(error: BaseException | None) -> bool:
+    """Return True if a limit on open files caused an error, or one that was handled before it.
+
+    Libraries turn the system's error into their own, so its text is looked for.
+    """
+    while error is not None:
+        if "Too many open files" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Return True if the host or a device ran out of memory.
 

@@ -3,6 +3,7 @@
 The callers print the results.
 """
 
+import codecs
 import json
 import re
 from typing import Any
@@ -27,6 +28,16 @@ def inert_json(document: str) -> str:
     the same value."""
     # In JSON, such characters can occur only inside strings, where escapes are allowed.
     return _HARMFUL.sub(lambda match: f"\\u{ord(match[0]):04x}", document)
+
+
+def _json_escapes(problem: UnicodeError) -> tuple[str, int]:
+    """Replace the characters that a stream cannot encode by JSON escapes."""
+    assert isinstance(problem, UnicodeEncodeError)
+    return json.dumps(problem.object[problem.start : problem.end])[1:-1], problem.end
+
+
+JSON_ESCAPES = "specdec.json"  # the name of that handler of errors
+codecs.register_error(JSON_ESCAPES, _json_escapes)
 
 
 def one_line(text: str) -> str:

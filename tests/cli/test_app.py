@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from specdec_cli import __version__
 from specdec_cli.app import app, main
 from specdec_cli.commands.options import Json, Verbose
 from specdec_cli.errors import ExitCode, RunError, SetupError, SpecdecError, UsageError
+from specdec_cli.experiment.folders.record_lines import to_json
 
 ROOT = Path(__file__).parents[2]
 Body = Callable[[], None]
@@ -69,6 +71,8 @@ OUTCOMES: dict[str, tuple[BaseException, int, str | None]] = {
     "cpu-memory": (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 5, "out of memory"),
     "disk-full": (OSError(errno.ENOSPC, "No space left on device", "/x"), 5, "No space left on"),
     "forbidden": (PermissionError(errno.EACCES, "Permission denied", "/x"), 5, "Permission denied"),
+    "no-temporary": (FileNotFoundError(2, "No usable temporary directory"), 5, "No usable temp"),
+    "few-files": (RuntimeError("pipe: Too many open files"), 5, "RuntimeError: pipe: Too many"),
     "interrupt": (KeyboardInterrupt(), 130, "interrupted"),
     "abort": (typer.Abort(), 130, "interrupted"),
     "terminate": (SystemExit(143), 143, "terminated"),
@@ -104,6 +108,11 @@ def test_hint_and_traceback(
     command(raiser(RunError("rank 1 died", "look at its log")))
     main(["boom"])
     assert capsys.readouterr().err == "error: rank 1 died\nhint: look at its log\n"
+    few = SetupError("cannot load the tokenizer", "the model folder needs its tokenizer files")
+    few.__cause__ = OSError(errno.EMFILE, "Too many open files")
+    command(raiser(few))
+    main(["boom"])
+    assert capsys.readouterr().err.endswith("\nhint: raise the limit on open files (ulimit -n)\n")
     main(["boom", "-v"])
     assert "Traceback (most recent call last)" in capsys.readouterr().err
     command(raiser(ZeroDivisionError("oh")))
@@ -379,6 +388,40 @@ def test_closed_pipe(flags: tuple[str, ...]) -> None:
 def test_ascii_terminal() -> None:
     done = specdec("recipe", "show", "caf\u00e9\u2028", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert done.returncode == 2 and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_json_in_any_encoding(
+    encoding: str, command: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = {"text": "\u00e9\U0001f600\u20ac \\ \x9b"}
+    command(lambda: typer.echo(to_json(document)))
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))
+    assert main(["boom", "--json"]) == 0
+    assert json.loads(written.getvalue().decode(encoding)) == document
+
+
+def test_a_working_directory_that_is_gone(
+    command: Callable[[Body], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+
+    def body() -> None:
+        gone.rmdir()
+        os.path.abspath("relative")
+
+    command(body)
+    for arguments in (["boom"], ["recipe", "ls"]):  # while the command runs, and before it
+        assert main(arguments) == 5
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("error: the working directory is gone\nhint: ")
 
 
 @pytest.mark.parametrize(
