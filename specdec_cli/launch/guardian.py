@@ -58,7 +58,7 @@ def main(mark: str, seconds: str, *command: str) -> int:
             _stop(child, float(seconds))
             break
     _tell(child.wait())
-    _kill_all(mark)
+    kill_all(mark, own)
     return 0
 
 
@@ -78,22 +78,26 @@ def _stop(child: "subprocess.Popen[bytes]", seconds: float) -> None:
         os.killpg(child.pid, signal.SIGKILL)
 
 
-def _kill_all(mark: str) -> None:
-    """Keep killing the remaining processes, until there are none or 10 s have passed."""
+def kill_all(mark: str, ancestor: int | None = None) -> None:
+    """Keep killing the processes that have the mark, until there are none or 10 s have passed.
+
+    ancestor: the id of this process, to kill its descendants too; None to leave them.
+    """
     deadline = time.monotonic() + _KILLS_S
-    while (left := _left(mark)) and time.monotonic() < deadline:
+    while (left := _left(mark, ancestor)) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        if ancestor is not None:
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
         time.sleep(0.01)
 
 
-def _left(mark: str) -> list[int]:
-    """Return the ids of the living descendants of this process, and of other processes that have
-    the mark."""
+def _left(mark: str, ancestor: int | None) -> list[int]:
+    """Return the ids of the living processes that have the mark or descend from `ancestor`, without
+    this process."""
     own, parents, marked = os.getpid(), dict[int, int](), set[int]()
     wanted = f"{MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
@@ -110,7 +114,7 @@ def _left(mark: str) -> list[int]:
         above = pid
         while above in parents:
             above = parents[above]
-        if above == own:
+        if above == ancestor:
             found.add(pid)
     return sorted(found)
 

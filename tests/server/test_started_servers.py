@@ -157,6 +157,16 @@ def test_nothing_is_left_after_kill_9(tmp_path: Path) -> None:
     assert len(pids(file)) == 2 and not [pid for pid in pids(file) if is_alive(pid)]
 
 
+def test_nothing_is_left_after_kill_9_of_the_guardian(tmp_path: Path) -> None:
+    file = tmp_path / "pids"
+    process = Process(["sh", "-c", f"sleep 60 & echo $! > {file}; wait"], {}, tmp_path / "log", 0.3)
+    while not (file.exists() and pids(file)):
+        assert not process.has_ended(0.02)
+    process._guardian.kill()
+    process.stop()
+    assert not is_alive(*pids(file))
+
+
 def test_nothing_is_left_after_ctrl_c(tmp_path: Path) -> None:
     """Ctrl-C comes while a slow server answers; the exit code is that of other runs."""
     file, run = tmp_path / "pids", tmp_path / "run"

@@ -46,9 +46,10 @@ class Process:
         self._log, self._from = log, log.stat().st_size if log.exists() else 0
         self._stop_timeout_s = stop_timeout_s
         self.code: int | None = None
-        mark = secrets.token_hex(8)
+        self._mark = secrets.token_hex(8)
         # -P keeps the script's folder off the module path, since its files could shadow modules.
-        command = [sys.executable, "-P", str(Path(guardian.__file__)), mark, str(stop_timeout_s)]
+        command = [sys.executable, "-P", str(Path(guardian.__file__))]
+        command += [self._mark, str(stop_timeout_s)]
         with log.open("ab") as file:
             self._guardian = subprocess.Popen(
                 [*command, *words],
@@ -113,6 +114,8 @@ class Process:
         except subprocess.TimeoutExpired:
             self._guardian.kill()
             self._guardian.wait()
+        if self._guardian.returncode:  # it was killed, so it has not killed what its server left
+            guardian.kill_all(self._mark)
         self._guardian.stdout.close()
 
 
