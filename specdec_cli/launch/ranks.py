@@ -2,6 +2,7 @@
 torch."""
 
 import contextlib
+import fcntl
 import json
 import os
 import pickle
@@ -27,6 +28,8 @@ _SETTLE_S = 5.0  # how long to wait, after a failure, for a report of its cause
 _SETTLE_KNOWN_S = 0.3  # the same wait once a rank has reported its own error
 _STOP_S = 2.0  # seconds from SIGTERM to SIGKILL
 _LEAVE_S = 10.0  # seconds for processes to end after every rank has reported
+_PREFIX = "specdec-ranks-"  # of the names of private folders
+_OLD_S = 60.0  # the age from which such a folder is locked if its command still runs
 
 
 def run_ranks(
@@ -49,8 +52,12 @@ def run_ranks(
     environ: the environment of the ranks.
     """
     spinning.choose_spins()  # before ranks start, since each would count the others as other work
-    folder = Path(tempfile.mkdtemp(prefix="specdec-ranks-"))  # mode 0700
+    _delete_old_folders()
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # mode 0700
+    lock = os.open(folder, os.O_RDONLY)
     try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if inputs is not None:
             (folder / "inputs").write_bytes(pickle.dumps(inputs))
         launcher = _start(program, num_ranks, folder, environ)
@@ -61,6 +68,21 @@ def run_ranks(
         return failure or read_reports(folder)[0]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _delete_old_folders() -> None:
+    """Delete the private folders of commands that were killed: the kernel has released their
+    locks."""
+    for old in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's folder, or a lock that is held
+            lock = os.open(old, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - os.fstat(lock).st_mtime > _OLD_S:
+                    shutil.rmtree(old)
+            finally:
+                os.close(lock)
 
 
 def _start(

@@ -7,11 +7,14 @@ import signal
 import socket
 import stat
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from specdec_cli.errors import SetupError
+from specdec_cli.launch import ranks
 from specdec_cli.launch.ranks import run_ranks
 from specdec_cli.launch.reports import End
 from tests.launch.helpers import (
@@ -240,3 +243,27 @@ def test_the_folder_of_a_run_is_private(monkeypatch: pytest.MonkeyPatch, tmp_pat
         run_ranks(worker()[1:], 2, timeout_s=30, environ=environ)
     assert seen == [0o700]
     assert living(environ) == [] and list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_killed_commands_are_deleted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A folder stays if its command runs, or may not have locked it yet."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    old, new = (tmp_path / f"{ranks._PREFIX}{name}" for name in ("old", "new"))
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "inputs").write_text("prompts")
+    os.utime(old, (0, 0))
+
+    def start(program: object, num_ranks: int, own: Path, environ: object) -> None:
+        assert set(tmp_path.iterdir()) == {new, own}
+        os.utime(own, (0, 0))
+        ranks._delete_old_folders()
+        assert own.is_dir()
+        raise SetupError("not started")
+
+    monkeypatch.setattr(ranks, "_start", start)
+    with pytest.raises(SetupError, match="not started"):
+        run_ranks(["x"], 2, timeout_s=1.0)
+    assert set(tmp_path.iterdir()) == {new}
