@@ -102,10 +102,15 @@ def generate(
 def _check_turns(
     prompts: "list[specdec_cli.prompts.Prompt]", file: Path, output: Path | None
 ) -> None:
-    """Raise `UsageError` if --next-turns would have nothing to write, or nowhere to write it.
+    """Raise `UsageError` if --next-turns would have nothing to write, or nowhere to write it, and
+    `SetupError` if its folder cannot be written.
 
     output: the run folder, which the run creates with the folders around it; None without one.
     """
+    from tempfile import TemporaryFile
+
+    from specdec_cli.experiment.disk import or_setup_error
+
     if not any(prompt.later for prompt in prompts):
         raise UsageError(
             "--next-turns: no conversation has a further turn",
@@ -116,5 +121,8 @@ def _check_turns(
     if os.path.exists(file):
         raise UsageError(f"--next-turns: {file} already exists", "name a new file")
     folder, run = Path(os.path.abspath(file)).parent, Path(os.path.abspath(output or os.curdir))
-    if not folder.is_dir() and folder not in (run, *run.parents):
+    if folder.is_dir():
+        with or_setup_error(f"cannot write {file}"), TemporaryFile(dir=folder):
+            pass
+    elif folder not in (run, *run.parents):
         raise UsageError(f"--next-turns: there is no folder {file.parent}", "create it first")

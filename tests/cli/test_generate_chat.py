@@ -384,6 +384,9 @@ def test_a_folder_for_later_turns_that_does_not_exist_is_missed_at_once(
         result = run(*asks, "--next-turns", later, *output, *FEW)
         assert result.code == 2 and not (tmp_path / "run").exists()
         assert f"--next-turns: there is no folder {later.parent}" in result.err
+    if Path("/proc/self").is_dir():  # not even root can write there
+        result = run(*asks, "--next-turns", "/proc/self/later.jsonl", *FEW)
+        assert result.code == 5 and "cannot write /proc/self/later.jsonl: " in result.err
 
 
 def test_later_turns_that_cannot_be_written_lose_no_results(
