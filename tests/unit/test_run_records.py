@@ -69,8 +69,14 @@ def test_each_missing_field_is_named(name: str, kind: type[Record], tmp_path: Pa
 
 
 def test_a_folder_s_points_are_those_of_its_samples(tmp_path: Path) -> None:
-    """Merged alone, a sweep's folder gives the records that it had, and what a report reads."""
-    document, _ = merge_folders([RUNS / "sweep"], tmp_path / "new")
+    """Merged alone, a sweep's folder gives the records that it had, and what a report reads. Of a
+    prompt that failed and ran again the last record counts."""
+    shutil.copytree(RUNS / "sweep", tmp_path / "old")
+    lines = (RUNS / "sweep" / "samples.jsonl").read_text()
+    failed = json.loads(lines.partition("\n")[0])
+    failed |= {"finish_reason": "error", "error": "HTTP 500", "token_ids": []}
+    (tmp_path / "old" / "samples.jsonl").write_text(json.dumps(failed) + "\n" + lines)
+    document, _ = merge_folders([tmp_path / "old"], tmp_path / "new")
     old, new = json.loads((RUNS / "sweep" / "summary.json").read_text()), tmp_path / "new"
     found = json.loads(to_json(document))
     old["points"] = [{**point, "request_rate": None} for point in old["points"]]  # came later

@@ -151,26 +151,7 @@ def _read(path: Path, kind: type[R], settings: SweepSettings, whole: SweepSettin
 def _add(
     records: SweepRecords, path: Path, number: int, settings: SweepSettings, whole: SweepSettings
 ) -> None:
-    if whole.offered is not None:
-        _add_stretches(records, path, number, settings, whole)
-        return
-    for sample in _read(path, Sample, settings, whole):
-        mine = records.samples[Key.of(sample)]
-        if sample.index in mine:
-            raise _twice(path, sample.index, sample.k)
-        mine[sample.index] = sample
-    for text in _read(path, ReplayText, settings, whole):
-        records.texts[text.draft].setdefault(text.index, text)
-    for cost in _read(path, CurvePart, settings, whole):
-        parts = records.costs[Key.of(cost)]
-        part = len(parts)
-        parts[part] = cost.model_copy(update={"part": part, "shard": number})
-
-
-def _add_stretches(
-    records: SweepRecords, path: Path, number: int, settings: SweepSettings, whole: SweepSettings
-) -> None:
-    """Add one shard's points at request rates, except those that were not measured completely.
+    """Add one shard's records, except points at request rates that were not measured completely.
 
     Requests and time windows are numbered from 0 in each shard, so they are renumbered here to
     follow those of earlier shards. All points of a rate are renumbered alike, even if an earlier
@@ -178,8 +159,15 @@ def _add_stretches(
     compared with. Raises `UsageError` if an earlier shard has a sample of the same prompt at the
     same point.
     """
+    # The shard is read alone first: if it repeats a record, such as that of a prompt that failed
+    # and ran again, the last one counts.
     own = SweepRecords()
-    for record in (*_read(path, Sample, settings, whole), *_read(path, Stretch, settings, whole)):
+    for record in (
+        *_read(path, Sample, settings, whole),
+        *_read(path, ReplayText, settings, whole),
+        *_read(path, CurvePart, settings, whole),
+        *_read(path, Stretch, settings, whole),
+    ):
         own.enter(record)
     own.drop_parts()
     following: dict[Rate | None, int] = {}
@@ -189,18 +177,23 @@ def _add_stretches(
     for key, samples in own.samples.items():
         mine, there = records.samples[key], {s.index for s in records.samples[key].values()}
         if twice := sorted(there & {s.index for s in samples.values()}):
-            raise _twice(path, twice[0], key.k)
+            told = f"{path} has prompt {twice[0]} at k = {key.k}, and so has a folder before it"
+            raise UsageError(told, "merge each shard once")
+        if key.request_rate is None:
+            mine.update(samples)
+            continue
         start = following.get(key.request_rate, 0)
-        for number, sample in samples.items():
-            mine[start + number] = sample.model_copy(update={"request": start + number})
+        for request, sample in samples.items():
+            mine[start + request] = sample.model_copy(update={"request": start + request})
         for stretch in own.stretches[key].values():
             part = len(records.stretches[key])
             records.stretches[key][part] = stretch.model_copy(update={"shard": part})
-
-
-def _twice(path: Path, index: int, k: int) -> UsageError:
-    told = f"{path} has prompt {index} at k = {k}, and so has a folder before it"
-    return UsageError(told, "merge each shard once")
+    for draft, texts in own.texts.items():
+        records.texts[draft] = texts | records.texts[draft]
+    for key, costs in own.costs.items():
+        parts = records.costs[key]
+        for part, cost in enumerate(costs.values(), start=len(parts)):
+            parts[part] = cost.model_copy(update={"part": part, "shard": number})
 
 
 def _lacks(key: Key, whole: SweepSettings, records: SweepRecords) -> bool:
