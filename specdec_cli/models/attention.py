@@ -6,7 +6,11 @@ its own object, so two models, or a probe and a run, never share state.
 """
 
 import itertools
+import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +23,7 @@ from specdec_cli.core.kv_cache import KVCache, LayerShape
 
 ATTENTION_NAME = "specdec_paged"
 _ATTACHED = "specdec_attention"
+_WINDOW = "specdec_window"
 
 # Arguments that models pass to attention but that do not change its result. `position_ids` is for
 # kernels that detect packed sequences.
@@ -74,6 +79,37 @@ def attach(model: torch.nn.Module, attention: Attention) -> None:
         module.__dict__[_ATTACHED] = attention
 
 
+_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
+
+
+@contextmanager
+def masks_named(model: torch.nn.Module) -> Iterator[None]:
+    """Let the code of `model`, during the `with` block, pass placeholders to attention where it
+    would compute masks for eager attention. The layers keep their windows: some families have a
+    window in the mask only, and in others the call names one that the mask does not have."""
+    modules = {kind.__module__ for part in model.modules() for kind in type(part).__mro__}
+    code = [vars(sys.modules[name]) for name in modules]
+    made = [(names, key, names[key]) for names in code for key in _MASKS if key in names]
+    try:
+        for names, key, _ in made:
+            names[key] = partial(_placeholder, key)
+        yield
+    finally:
+        for names, key, function in made:
+            names[key] = function
+
+
+def _placeholder(function: str, config: Any, *_: Any, **more: Any) -> Tensor:
+    """Return a tensor without content for the mask that transformers' `function` would make. If
+    that is a causal mask with at most a sliding window, the tensor has the window as attribute."""
+    mask = torch.empty(1, 1, 1, 1, device="meta")
+    changes = ("or_mask_function", "and_mask_function", "block_sequence_ids")
+    if function in _MASKS[:2] and all(more.get(key) is None for key in changes):
+        window = getattr(config, "sliding_window", None) if "sliding" in function else None
+        vars(mask)[_WINDOW] = window
+    return mask
+
+
 def _dispatch(
     module: torch.nn.Module,
     query: Tensor,
@@ -89,13 +125,16 @@ def _dispatch(
     """Call the attention that is attached to `module`. transformers defines this signature.
 
     query, key, value: [1, heads, T, dim].
-    attention_mask: must be None.
+    attention_mask: None, or a placeholder in a trial pass.
 
     Returns [1, T, heads, dim] and None. Raises `NotPlainAttention` for arguments that paged
-    attention does not support. Settings such as the sliding window are taken from the call's
-    arguments, because a layer's `sliding_window` attribute may differ from them.
+    attention does not support. A layer's sliding window is that of its mask in the trial pass, or
+    if it got none there, that of the call. Other settings are taken from the call, because a
+    layer's attributes may differ from them.
     """
-    if attention_mask is not None:
+    if attention_mask is not None and hasattr(attention_mask, _WINDOW):
+        module.__dict__[_WINDOW] = getattr(attention_mask, _WINDOW)
+    elif attention_mask is not None:
         raise NotPlainAttention("its layers compute an attention mask of their own")
     unknown = {key for key, value in more.items() if value is not None} - _WITHOUT_EFFECT
     if unknown:
@@ -106,7 +145,8 @@ def _dispatch(
     attention: Attention = module.__dict__[_ATTACHED]
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = ops.AttentionCall(scale, sliding_window or 0, softcap or 0.0, s_aux)
+    window = module.__dict__.get(_WINDOW, sliding_window) or 0
+    call = ops.AttentionCall(scale, window, softcap or 0.0, s_aux)
     states = layer, query[0], key[0], value[0]
     if torch.compiler.is_compiling():
         assert isinstance(attention, PagedAttention)

@@ -28,7 +28,7 @@ from specdec_cli.models.kv_scales import cache_dtype, cache_note, read_scales
 from specdec_cli.models.loader import Names, Unfilled, load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.pass_bytes import PassShapes, peak_bytes
-from specdec_cli.models.refusals import Unsupported
+from specdec_cli.models.refusals import Indivisible, Unsupported
 from specdec_cli.models.resolve import place_of
 from specdec_cli.models.rotary_tables import num_turns
 from specdec_cli.models.spec import ModelSpec
@@ -244,8 +244,10 @@ def describe_config(
         vars(module.config)["pad_token_id"] = None
         module.eval()
         layers, shards = probe(module, spec.name), WHOLE
+        _check_experts(module, spec.name)
         if parallel.size > 1:
             shards, layers = shard(module, layers, parallel, spec.name)
+            _check_experts(module, spec.name, parallel.size)
     except SetupError:
         raise
     except Exception as problem:
@@ -270,3 +272,18 @@ def describe_config(
         device=device,
         names=names,
     )
+
+
+def _check_experts(module: Any, name: str, size: int = 1) -> None:
+    """Raise `Unsupported` if layers are not fused and torch's product of experts cannot read a
+    matrix: its rows must be multiples of 16 bytes. size: the number of ranks that share it."""
+    experts = [p for path, p in module.named_parameters() if ".experts." in path and p.dim() == 3]
+    odd = [p for p in experts if p.shape[-1] * p.itemsize % 16]
+    if not odd or is_fusable(module):
+        return
+    rows = f"{odd[0].shape[-1]} numbers in {str(odd[0].dtype).removeprefix('torch.')}"
+    needs = "must be multiples of 16 bytes"
+    if size > 1:
+        what = f"experts, whose rows would be {rows} and {needs},"
+        raise Indivisible(name, what, size)
+    raise Unsupported(name, f"rows of its experts' matrices are {rows} and {needs}")

@@ -9,7 +9,7 @@ import torch
 
 from specdec_cli.core.kv_cache import LayerShape
 from specdec_cli.errors import SetupError
-from specdec_cli.models.attention import NotPlainAttention, Recorder, attach
+from specdec_cli.models.attention import NotPlainAttention, Recorder, attach, masks_named
 from specdec_cli.models.formats import FORMATS
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.text import one_line, reason_of
@@ -39,6 +39,12 @@ def check_config(config: Any, name: str) -> None:
             raise Unsupported(name, f"its rotary embedding is of type {kind}")
         if "mrope_section" in rope:
             raise Unsupported(name, "it uses multimodal rotary embedding (M-RoPE)")
+    turns = getattr(config, "no_rope_layers", None) or ()
+    if getattr(config, "attn_temperature_tuning", False) and 0 in turns:
+        # llama4: such a layer scales a query by its place in the pass, not by its position.
+        raise Unsupported(
+            name, "attn_temperature_tuning is set, and no_rope_layers has layers without positions"
+        )
     method = quantisation(config)
     if method is not None and method not in FORMATS:
         raise Unsupported(
@@ -90,7 +96,7 @@ def probe(model: Any, name: str) -> list[LayerShape]:
     kind = model.config.model_type
     if not getattr(model, "_supports_attention_backend", False):
         raise Unsupported(name, f"{kind} has attention code of its own")
-    for module in model.modules():
+    for module in (model.config, *model.modules()):
         if getattr(module, "is_causal", True) is False:
             raise Unsupported(name, f"{kind} attends to later tokens too")
         if isinstance(module, torch.nn.modules.conv._ConvNd):
@@ -117,7 +123,7 @@ def _trial_pass(model: Any, name: str) -> None:
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
     positions = torch.arange(_PROBE_TOKENS, device=device)[None]
     try:
-        with batched_experts(model):
+        with batched_experts(model), masks_named(model):
             model(input_ids=ids, position_ids=positions, use_cache=False)
     except NotPlainAttention as problem:
         raise Unsupported(name, str(problem)) from None

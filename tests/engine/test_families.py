@@ -4,6 +4,7 @@ Logits and hidden states are compared, not tokens: the argmax alone would miss a
 softcap.
 """
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,29 @@ def test_passes_match_transformers(family: str, device: torch.device, tmp_path: 
     model = paged_model(folder, 120, BLOCK, device, hidden_layers=states)
     errors = drive(Driver(model, plain_reference(folder, device), [19, 6, 33]))
     assert max(errors.values()) < (CUDA_TOLERANCE if device.type == "cuda" else TOLERANCE), errors
+
+
+WINDOWED: dict[str, dict[str, Any]] = {
+    "olmoe": {"sliding_window": 7},  # a stray key that its attention gets, but no mask
+    "phimoe": {"sliding_window": 7},
+    "qwen2_moe": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "smollm3": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_windows_are_those_of_the_masks(family: str, tmp_path: Path) -> None:
+    """These families call attention with another window than that of their masks."""
+    folder = save_tiny(tmp_path, family, **WINDOWED[family])
+    oracle = plain_reference(folder)
+    code = vars(sys.modules[type(oracle).__module__])
+    masks = {name: made for name, made in code.items() if name.startswith("create_")}
+    assert masks
+    model = paged_model(folder, 120, BLOCK, fused=True)
+    assert masks.items() <= code.items(), "the trial pass has changed transformers"
+    driver = Driver(model, oracle, [19, 6, 33])
+    assert driver.feed([(0, 18), (0, 5), (0, 20)]) < TOLERANCE
+    assert driver.feed([(18, 19), (5, 6), (20, 33)]) < TOLERANCE
 
 
 def drive(driver: Driver) -> dict[str, float]:

@@ -54,6 +54,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         TINY | {"model_type": "gemma3_text", "head_dim": 16, "use_bidirectional_attention": True},
         "attends to later tokens",
     ),
+    "llama-bidirectional": (LLAMA | {"is_causal": False}, "attends to later tokens"),
     "rope-dynamic": (
         LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
         "rotary embedding is of type dynamic",
@@ -88,6 +89,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "layers of type linear_attention",
     ),
     "llama4": (TINY | {"model_type": "llama4_text"}, "layers of type chunked_attention"),
+    "llama4 without positions": (
+        TINY
+        | {"model_type": "llama4_text", "layer_types": ["full_attention"] * 2}
+        | {"no_rope_layers": [1, 0], "attn_temperature_tuning": True, "pad_token_id": 0},
+        "attn_temperature_tuning is set, and no_rope_layers has layers without positions",
+    ),
+    "experts of odd width": (
+        TINY | FAMILIES["qwen2_moe"] | {"moe_intermediate_size": 30, "dtype": "float32"},
+        "rows of its experts' matrices are 30 numbers in float32 and must be multiples of 16 bytes",
+    ),
     "mamba": (
         {"model_type": "mamba", "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2},
         "",
@@ -135,7 +146,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 if "deepseek_v32" in CONFIG_MAPPING:  # as in GLM-5, each token chooses the ones that it reads
-    REFUSED["deepseek_v32"] = TINY | {"model_type": "deepseek_v32"}, "of type indexed_attention"
+    REFUSED["deepseek_v32"] = TINY | {"model_type": "deepseek_v32"}, "layers of type"
 
 QUANTISED: dict[str, tuple[dict[str, Any], str]] = {
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes"),
@@ -160,6 +171,30 @@ def test_refused_with_a_reason(case: str, tmp_path: Path) -> None:
     assert str(tmp_path) in problem.message, "which model is meant"
     assert "\n" not in problem.message and "Error" not in problem.message
     assert problem.hint and all(family in problem.hint for family in ("llama", "mixtral", "gpt2"))
+
+
+@pytest.mark.parametrize(
+    ("function", "more"),
+    [
+        ("create_chunked_causal_mask", {}),
+        ("create_causal_mask", {"or_mask_function": max}),
+        ("create_sliding_window_causal_mask", {"block_sequence_ids": torch.zeros(1, 3)}),
+    ],
+)
+def test_other_masks_are_refused(
+    function: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A family's code makes its masks by these functions, in one place for all layers."""
+    module = build(LLAMA | {"sliding_window": 7}, ATTENTION_NAME)
+    plain = attention._placeholder
+
+    def changed(_: str, config: Any, *args: Any, **given: Any) -> torch.Tensor:
+        return plain(function, config, *args, **(given | more))
+
+    probe(module, "m")
+    monkeypatch.setattr(attention, "_placeholder", changed)
+    with pytest.raises(Unsupported, match="an attention mask of their own"):
+        probe(module, "m")
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
