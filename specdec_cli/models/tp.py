@@ -34,6 +34,7 @@ _KEYS_AND_VALUES = {"k_proj", "v_proj"}
 # The bias of the experts' outputs must be added only once, so only one rank adds it.
 _ADDED_ONCE = "down_proj_bias"
 _SINKS = ".sinks"  # attention sinks: one number per head
+_NORMS_OF_HEADS = (".q_norm.weight", ".k_norm.weight")  # cohere's: one row per head
 # Latent attention is split by whole heads. The projections to latent vectors, which all heads
 # share, are whole on every rank.
 _LATENT = {
@@ -129,11 +130,11 @@ def shard(
         held.register_forward_hook(lambda _, args, out: _reduced(out, parallel))
         if held.has_bias and not parallel.is_first:
             zero.add(f"{path}.{_ADDED_ONCE}")
-    for path, sinks in list(module.named_parameters()):
-        if path.endswith(_SINKS):
-            owner, shape = path.removesuffix(_SINKS), tuple(sinks.shape)
-            part = Part(0, *parallel.share(len(sinks)), shape)
-            parts |= _narrow(owner, module.get_submodule(owner), {_SINKS[1:]: part})
+    for path, held in list(module.named_parameters()):
+        if path.endswith(_SINKS) or (held.dim() == 2 and path.endswith(_NORMS_OF_HEADS)):
+            owner, _, leaf = path.rpartition(".")
+            part = Part(0, *_heads(len(held), parallel), tuple(held.shape))
+            parts |= _narrow(owner, module.get_submodule(owner), {leaf: part})
     try:
         local = probe(module, name)
     except Unsupported as problem:
@@ -249,14 +250,21 @@ def _share(
             heads = layers[int(re.findall(r"layers\.(\d+)", path)[0])].num_kv_heads
             if heads % size and size % heads:
                 raise Indivisible(name, f"{heads} key and value heads", size)
-            if heads < size:
-                # There are more ranks than key and value heads, so several ranks hold the same one.
-                start = parallel.rank * heads // size * (width // heads)
-                return start, start + width // heads
+            start, stop = _heads(heads, parallel)
+            return start * (width // heads), stop * (width // heads)
     if width % size:
         what = "read" if reads else "written"
         raise Indivisible(name, f"{width} features {what} by {path}", size)
     return parallel.share(width)
+
+
+def _heads(count: int, parallel: TensorParallel) -> tuple[int, int]:
+    """Return this rank's range of heads. If there are more ranks than key and value heads, several
+    ranks hold the same one."""
+    if count < parallel.size:
+        start = parallel.rank * count // parallel.size
+        return start, start + 1
+    return parallel.share(count)
 
 
 def _split(
