@@ -131,7 +131,7 @@ def _experts(layer: Any, config: Any, family: Family, read: Tensor | None) -> op
     router, choice_bias = layer.mlp.gate, None
     routing = ops.Routing(
         num_chosen=int(config.num_experts_per_tok),
-        renormalise=bool(getattr(config, "norm_topk_prob", True)),
+        renormalise=bool(getattr(router, "norm_topk_prob", True)),  # a config may have a stray one
         rounds=family.rounds_routes,
     )
     if family.has_sigmoid_routes:

@@ -53,7 +53,7 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen3_moe-plain-weights": ("qwen3_moe", {"norm_topk_prob": False, "num_experts": 9}),
     "qwen3_moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [0]}),
-    "mixtral": ("mixtral", {}),
+    "mixtral": ("mixtral", {"norm_topk_prob": False}),  # a stray key, without effect
     "mixtral-window": ("mixtral-window", {}),
     "gpt_oss": ("gpt_oss", {}),  # with sinks, windows, biases and a clamped activation
     "gpt_oss-clamped": ("gpt_oss", {"swiglu_limit": 0.3, "num_local_experts": 9}),
