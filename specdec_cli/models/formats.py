@@ -102,6 +102,11 @@ def _known(
     return found
 
 
+def _named(settings: Settings, old: str, new: str) -> str:
+    """Return the key that a config uses, the old one if it has both."""
+    return old if settings.get(old) is not None or new not in settings else new
+
+
 def _group_size(settings: Settings, model: str, at: str = "") -> int:
     """Return the number of columns per group; 0 if a group is a whole row."""
     found = settings.get("group_size")
@@ -131,7 +136,8 @@ def _gptq(settings: Settings, model: str) -> Scheme:
     version 2 of it."""
     kind = _KINDS_OF_BITS[_known(settings, "bits", (4, 8), model)]
     size, symmetric = _group_size(settings, model), _known(settings, "sym", (True, False), model)
-    version = _known(settings, "checkpoint_format", (None, "gptq", "gptq_v2"), model)
+    key = _named(settings, "checkpoint_format", "format")
+    version = _known(settings, key, (None, "gptq", "gptq_v2"), model)
     if settings.get("dynamic"):
         raise _refused("dynamic", settings["dynamic"], model, "empty")
     is_ordered = bool(_known(settings, "desc_act", (None, True, False), model)) and size > 0
@@ -144,9 +150,10 @@ def _gptq(settings: Settings, model: str) -> Scheme:
 def _awq(settings: Settings, model: str) -> Scheme:
     """Read the settings of AWQ's format, https://github.com/casper-hansen/AutoAWQ."""
     _known(settings, "bits", (4,), model)
-    version = settings.get("version", "gemm")
+    key = _named(settings, "version", "format")
+    version = settings.get(key, "gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
-        raise _refused("version", version, model, "gemm")
+        raise _refused(key, version, model, "gemm")
     has_zeros = _known(settings, "zero_point", (True, False), model)
     storage = Storage(INT4, (1, _group_size(settings, model)), has_zeros, torch.float16)
     left = _names(settings, "modules_to_not_convert", model)

@@ -84,8 +84,8 @@ def gptq(bits: int, group: int, *, sym: bool, version: int = 1, ordered: bool = 
 
 def gptq_settings(bits: int, group: int, sym: bool, version: int = 1, **more: Any) -> Any:
     settings = {"quant_method": "gptq", "bits": bits, "group_size": group or -1, "sym": sym}
-    settings |= {"desc_act": False, "checkpoint_format": "gptq" if version == 1 else "gptq_v2"}
-    return settings | more
+    settings |= {"checkpoint_format": "gptq"} if version == 1 else {"format": "gptq_v2"}
+    return settings | {"desc_act": False} | more
 
 
 def awq(group: int, *, zero_point: bool) -> Write:
@@ -487,10 +487,12 @@ def changed(settings: Any, **weights: Any) -> Any:
         (GPTQ[0] | {"group_size": 1 << 70}, "group_size is 1180591620717411303424"),
         (GPTQ[0] | {"sym": None}, "sym is None"),
         (GPTQ[0] | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        (GPTQ[0] | {"checkpoint_format": None, "format": "qqq"}, "format is 'qqq'"),
         (GPTQ[0] | {"dynamic": {"-:a": {}}}, "dynamic is"),
         (GPTQ[0] | {"desc_act": "no"}, "desc_act is 'no'"),
         (GPTQ[0] | {"modules_to_not_convert": {}}, "modules_to_not_convert is {}"),
         (AWQ[0] | {"version": "gemv"}, "version is 'gemv'"),
+        (AWQ[0] | {"version": None, "format": "gemv"}, "format is 'gemv'"),
         (AWQ[0] | {"bits": 8}, "bits is 8"),
         (AWQ[0] | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head'"),
         (changed(PACKED[0], group_size=None), "group_size is None"),
