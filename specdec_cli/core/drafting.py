@@ -132,9 +132,11 @@ class Drafting:
 
     def candidates(self) -> Candidates:
         """Return the proposals drawn so far, padded to K positions."""
+        rest = self.k - self.num_drawn  # 0 for built-in methods on CUDA, which draw K tokens
+        # Padding is no proposal: it was not drawn from the distribution in its row of `q`.
+        lens = self.lens.clamp(max=self.num_drawn) if rest else self.lens
         if not self._tokens:
-            return self.nothing()
-        rest = self.k - self.num_drawn  # 0 on CUDA, where K tokens are drawn
+            return Candidates(self.nothing().token_ids, lens)
         token_ids = torch.nn.functional.pad(_joined(self._tokens), (0, rest))
         q = None
         if self._logits:
@@ -143,7 +145,7 @@ class Drafting:
             if rest:
                 logits = torch.nn.functional.pad(logits, (0, 0, 0, rest))
             q = TokenDist(logits, stats)
-        return Candidates(token_ids, self.lens, q)
+        return Candidates(token_ids, lens, q)
 
     def nothing(self) -> Candidates:
         """Return placeholder ids for K positions, with `caps` as lengths. Ranks that take no part

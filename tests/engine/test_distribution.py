@@ -244,7 +244,8 @@ def test_fault_in_the_engine_is_caught(tiny: tuple[Path, Path], fault: Rule) -> 
 
 
 class Blocks(DraftModel):
-    """Draws from one pass's logits, rolled by a token a place, and ends blocks by `how`.
+    """Draws from one pass's logits, rolled by a token a place, and ends blocks by `how`. "few" draws
+    a token less than it may, and leaves the rest to `candidates`.
 
     Nothing that it proposes is fed: the next round lacks up to k + 1 tokens of its cache.
     """
@@ -259,7 +260,7 @@ class Blocks(DraftModel):
         block = torch.stack([logits.roll(place, 1) for place in range(draft.k)], dim=1)
         is_sure = block.softmax(dim=2).amax(dim=2) > 0.25
         if "singly" in self.how:
-            for place in range(draft.k):
+            for place in range(draft.k - ("few" in self.how)):
                 draft.draw(block[:, place])
             tokens = draft.candidates().token_ids
         else:
@@ -276,7 +277,8 @@ class Blocks(DraftModel):
             draft.end_before(before.roll(-2, dims=1) % 3 == 0)
         if "fault: not as drawn" in self.how:
             draft._logits[0] = draft._logits[0].roll(1, dims=1)
-        return draft.candidates()
+        found = draft.candidates()
+        return replace(found, lens=draft.caps) if "fault: padding counts" in self.how else found
 
     def kv_after(self, n: int, k: int, accepted: int) -> int:
         return n
@@ -294,10 +296,10 @@ def blocks_p(
 
 
 RULES = {"rejection": None, "block": Block()}
-CUTS = ["", "before", "after", "before, after", "singly, before, after"]
+CUTS = ["", "before", "after", "before, after", "singly, before, after", "singly, few"]
 # Each kind of cut alone meets one rule in CI.
 CUT_IN_CI = [("", "block"), ("before", "rejection"), ("after", "block")]
-CUT_IN_CI += [("singly, before, after", "rejection")]
+CUT_IN_CI += [("singly, before, after", "rejection"), ("singly, few", "rejection")]
 
 
 @pytest.mark.parametrize(
@@ -320,7 +322,11 @@ SLOW_FAULTS = ["fault: its own draw", "after, fault: not as drawn"]
 
 @pytest.mark.parametrize(
     "how",
-    ["fault: a later draw", *(pytest.param(how, marks=pytest.mark.slow) for how in SLOW_FAULTS)],
+    [
+        "fault: a later draw",
+        "singly, few, fault: padding counts",
+        *(pytest.param(how, marks=pytest.mark.slow) for how in SLOW_FAULTS),
+    ],
 )
 def test_a_fault_in_a_block_is_caught(tiny: tuple[Path, Path], how: str) -> None:
     assert blocks_p(tiny, how) < SIGNIFICANT

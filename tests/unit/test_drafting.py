@@ -79,6 +79,18 @@ def test_an_end_before_the_draws_saves_passes() -> None:
     assert steps == 2 and found.token_ids.shape == (B, K) and found.lens.tolist() == [2] * B
 
 
+@pytest.mark.parametrize("params", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drawn", [0, 1, 3, 4])
+def test_places_that_were_not_drawn_are_no_proposals(drawn: int, params: SamplingParams) -> None:
+    caps = [4, 2, 0, 1, 4]
+    draft = made(params, caps)
+    for place in range(drawn):
+        draft.draw(block()[:, place])
+    found = draft.candidates()
+    assert found.lens.tolist() == [min(cap, drawn) for cap in caps]
+    assert found.token_ids.shape == (B, K)
+
+
 @pytest.mark.parametrize("at_once", [(4,), (1, 1, 1, 1), (1, 3)])
 def test_a_policy_stops_a_block_after_its_token(at_once: tuple[int, ...]) -> None:
     caps = [4, 4, 1, 0, 4]
