@@ -4,14 +4,14 @@ They add defaults and checks, so a plugin's class may define as little as one me
 it ends the run with a one-line error that names the plugin.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from specdec_cli.acceptance.base import AcceptanceRule, NoForecast
-from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
+from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, TokenDist, Verdict
 from specdec_cli.core.drafting import Doubt, Drafting, Stop
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.state import BatchState
@@ -20,10 +20,9 @@ from specdec_cli.errors import SpecdecError, UsageError
 from specdec_cli.lengths.base import LastRounds
 from specdec_cli.lengths.costs import RoundCosts
 from specdec_cli.methods.base import MethodParts, Proposer
-from specdec_cli.text import one_line
 
-# The least value of `Verdict.num_accepted` with a meaning: the draft's logits are not finite.
-_LEAST_ACCEPTED = -2
+# The least value of each attribute, or method's result, that has to be an integer.
+_LEAST = {"tail": 1, "tail_for": 1, "max_len": 0, "max_lag": 0, "ahead": 0, "kv_after": 0}
 
 
 @contextmanager
@@ -57,65 +56,6 @@ def _constructor(made: type[Any]) -> Any:
     return next(one for one in own if getattr(one, "__module__", None) != "typing")
 
 
-class WatchedOptions(dict[str, Any]):
-    """The recipe's `speculation.options`, in a dict that records which keys plugins read. asked:
-    the keys that have been read."""
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        super().__init__(options)
-        self.asked: set[str] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        self.asked.add(key)
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Do the same as `dict.get`, and record that the key was read."""
-        self.asked.add(key)
-        return super().get(key, default)
-
-    def __contains__(self, key: object) -> bool:
-        self.asked.add(str(key))
-        return super().__contains__(key)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        """Do the same as `dict.setdefault`, and record that the key was read."""
-        self.asked.add(key)
-        return super().setdefault(key, default)
-
-    def __iter__(self) -> Iterator[str]:
-        self._ask_all()
-        return super().__iter__()
-
-    def keys(self) -> Any:
-        """Do the same as `dict.keys`, and record that all keys were read."""
-        self._ask_all()
-        return super().keys()
-
-    def values(self) -> Any:
-        """Do the same as `dict.values`, and record that all keys were read."""
-        self._ask_all()
-        return super().values()
-
-    def items(self) -> Any:
-        """Do the same as `dict.items`, and record that all keys were read."""
-        self._ask_all()
-        return super().items()
-
-    def _ask_all(self) -> None:
-        self.asked |= set(super().keys())
-
-    def refuse_unknown(self) -> None:
-        """Raise `UsageError` for a key that no plugin has read."""
-        for key in super().keys():
-            if key not in self.asked:
-                names = ", ".join(sorted(self.asked)) or "none"
-                raise UsageError(
-                    f"speculation.options.{one_line(key)}: no plugin reads this key",
-                    f"keys that plugins read: {names}",
-                )
-
-
 class DeviceCounts:
     """Counts of invalid results, kept on the device so that no round waits for them."""
 
@@ -139,13 +79,22 @@ class DeviceCounts:
         return found
 
 
-def expect(who: str, name: str, found: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raise `UsageError` unless `found` is a tensor of this shape and dtype."""
-    if isinstance(found, torch.Tensor) and (found.shape, found.dtype) == (shape, dtype):
-        return
-    told = type(found).__name__
+def expect(
+    who: str,
+    name: str,
+    found: object,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Raise `UsageError` unless `found` is a tensor of this shape and dtype on this device."""
     if isinstance(found, torch.Tensor):
-        told = f"{list(found.shape)} {_word(found.dtype)}"
+        if (found.shape, found.dtype, found.device) == (shape, dtype, device):
+            return
+        elsewhere = f" on {found.device}" if found.device != device else ""
+        told = f"{list(found.shape)} {_word(found.dtype)}{elsewhere}"
+    else:
+        told = type(found).__name__
     raise UsageError(f"{who}: {name} should be {list(shape)} {_word(dtype)}, but is {told}")
 
 
@@ -168,19 +117,35 @@ class PluggedMethod:
         with blamed(self.who, "making it"):
             self.inner = built(type(made.__name__, (made, Proposer), {}), parts)
             self.feature_layers = tuple(self.inner.feature_layers)
+        for name in ("tail", "max_len", "max_lag"):
+            self._checked(name, getattr(self.inner, name))
+        if self.feature_layers:
+            last = parts.target.module.config.num_hidden_layers
+            if not all(type(one) is int and 0 <= one <= last for one in self.feature_layers):
+                told = f"integers in 0..{last}, but are {list(self.feature_layers)}"
+                raise UsageError(f"{self.who}: feature_layers should be {told}")
 
     def __getattr__(self, name: str) -> Any:
         """Return the plugin's own attribute of this name. Methods are wrapped, so that the messages
-        of their errors name the plugin."""
+        of their errors name the plugin, and run in inference mode, as rounds do."""
         found = getattr(self.inner, name)
         if not callable(found):
             return found
 
         def call(*args: Any) -> Any:
-            with blamed(self.who, name):
-                return found(*args)
+            with blamed(self.who, name), torch.inference_mode():
+                result = found(*args)
+            return self._checked(name, result)
 
         return call
+
+    def _checked(self, name: str, value: Any) -> Any:
+        """Return `value`. Raise `UsageError` if it has to be an integer and is none."""
+        if (least := _LEAST.get(name)) is not None and (type(value) is not int or value < least):
+            raise UsageError(
+                f"{self.who}: {name} should be an integer of at least {least}, but is {value!r:.60}"
+            )
+        return value
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
         """Propose tokens. An invalid id ends its sequence's proposals, and `check` reports it."""
@@ -189,21 +154,37 @@ class PluggedMethod:
             found = self.inner.propose(state, draft)
         if not isinstance(found, Candidates):
             raise UsageError(f"{self.who}: propose should return Candidates, not {found!r:.60}")
-        batch = len(draft.caps)
-        expect(self.who, "token_ids", found.token_ids, (batch, draft.k), torch.int64)
-        expect(self.who, "lens", found.lens, (batch,), torch.int64)
-        place = torch.arange(draft.k, device=found.lens.device)
+        (batch,), k, device = draft.caps.shape, draft.k, draft.caps.device
+        expect(self.who, "token_ids", found.token_ids, (batch, k), torch.int64, device)
+        expect(self.who, "lens", found.lens, (batch,), torch.int64, device)
+        self._check_dist(found.q, (batch, k), device)
+        place = torch.arange(k, device=device)
         lens = torch.minimum(found.lens.clamp(min=0), draft.caps)
         ids = found.token_ids
-        # The id -1 is allowed. It marks a token drawn from logits that are not finite, and
-        # verification reports it.
-        invalid = ((ids < -1) | (ids >= self.vocab_size)) & (place < lens[:, None])
+        # The id -1 marks a token that was drawn from logits that are not finite, and verification
+        # reports it.
+        least = -1 if draft.num_drawn else 0
+        invalid = ((ids < least) | (ids >= self.vocab_size)) & (place < lens[:, None])
         outside = (found.lens != lens) & state.active
         counts = torch.stack((invalid.sum() * state.active.any(), outside.sum()))
         self._num_invalid.add(counts)
-        first = torch.where(invalid, place, draft.k).amin(dim=1)
-        clamped = ids.clamp(-1, self.vocab_size - 1)
+        first = torch.where(invalid, place, k).amin(dim=1)
+        clamped = ids.clamp(least, self.vocab_size - 1)
         return Candidates(clamped, torch.minimum(lens, first), found.q)
+
+    def _check_dist(self, q: object, shape: tuple[int, int], device: torch.device) -> None:
+        """Raise `UsageError` unless `q` is None or fits proposals of this shape."""
+        if q is None:
+            return
+        if not isinstance(q, TokenDist):
+            told = f"q should be a TokenDist, but is {type(q).__name__}"
+            raise UsageError(f"{self.who}: {told}", "draft.candidates() makes one")
+        width = q.logits.shape[-1] if isinstance(q.logits, torch.Tensor) and q.logits.dim() else 0
+        dtype = q.logits.dtype if width and q.logits.is_floating_point() else torch.float32
+        width = min(width, self.vocab_size)
+        expect(self.who, "q.logits", q.logits, (*shape, width), dtype, device)
+        if q.stats is not None:
+            expect(self.who, "q.stats", q.stats, (*shape, 4), torch.float32, device)
 
     def check(self) -> None:
         """Raise `UsageError` if the plugin has proposed ids outside the vocabulary, or returned
@@ -234,8 +215,8 @@ class PluggedRule(AcceptanceRule):
         self.remark: str | None = getattr(inner, "remark", None)
         if not (self.is_lossless or self.remark):
             self.remark = "the text may not follow the target's distribution"
-        # Values of `num_accepted` above the number of proposals, or below all that have a meaning.
-        self._num_invalid = DeviceCounts(1)
+        # Values of `num_accepted` outside 0..lens, and token ids outside the vocabulary.
+        self._num_invalid = DeviceCounts(2)
 
     def decide(
         self,
@@ -248,24 +229,35 @@ class PluggedRule(AcceptanceRule):
             found = self.inner.decide(candidates, target, params, noise)
         if not isinstance(found, Verdict):
             raise UsageError(f"{self.who}: decide should return a Verdict, not {found!r:.60}")
-        batch, k = candidates.token_ids.shape
-        expect(self.who, "token_ids", found.token_ids, (batch, k + 1), torch.int64)
-        expect(self.who, "num_accepted", found.num_accepted, (batch,), torch.int64)
-        accepted = torch.minimum(found.num_accepted, candidates.lens)
-        accepted = torch.where(accepted < _LEAST_ACCEPTED, 0, accepted)
+        (batch, k), device = candidates.token_ids.shape, candidates.lens.device
+        vocab, lens, told = target.logits.shape[-1], candidates.lens, found.num_accepted
+        expect(self.who, "token_ids", found.token_ids, (batch, k + 1), torch.int64, device)
+        expect(self.who, "num_accepted", told, (batch,), torch.int64, device)
+        place = torch.arange(k + 1, device=device)
+        # -1 and -2 say that the target's or the draft's logits are not finite, where that is true.
+        unknown = ~target.logits.amax(dim=-1).isfinite() & (place <= lens[:, None])
+        of_target, of_draft = unknown.any(dim=1), (candidates.token_ids < 0).any(dim=1)
+        is_mark = ((told == -1) & of_target) | ((told == -2) & of_draft)
+        accepted = torch.where(is_mark, told, torch.minimum(told.clamp(min=0), lens))
         # Slots without a sequence have no proposals, and their decisions are never used.
-        is_invalid = (accepted != found.num_accepted) & (candidates.lens > 0)
-        self._num_invalid.add(is_invalid.sum()[None])
-        return Verdict(found.token_ids, accepted)
+        is_invalid = (accepted != told) & (lens > 0)
+        ids = found.token_ids.clamp(0, vocab - 1)
+        is_outside = (ids != found.token_ids) & (place <= accepted[:, None]) & (lens > 0)[:, None]
+        # A token that was drawn from logits that are not finite is -1.
+        accepted = torch.where(is_outside.any(dim=1) & of_target, -1, accepted)
+        counts = is_invalid.sum(), (is_outside & ~of_target[:, None]).sum()
+        self._num_invalid.add(torch.stack(counts))
+        return Verdict(ids, accepted)
 
     def check(self) -> None:
-        """Raise `UsageError` if the plugin has accepted more than was proposed since the last
-        call."""
-        (count,) = self._num_invalid.taken()
-        if count:
-            raise UsageError(
-                f"{self.who}: {count} of the num_accepted that decide returned are outside 0..lens"
-            )
+        """Raise `UsageError` if the plugin has accepted more than was proposed, or written ids
+        outside the vocabulary, since the last call."""
+        accepted, ids = self._num_invalid.taken()
+        if accepted or ids:
+            told = f"{accepted} of the num_accepted that decide returned are outside 0..lens"
+            if ids:
+                told = f"{ids} of the token_ids that decide returned are outside the vocabulary"
+            raise UsageError(f"{self.who}: {told}")
 
     def forecast(
         self, index: int, start: int, count: int, k: int, params: SamplingParams
@@ -295,7 +287,7 @@ class PluggedPolicy:
         def call(first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
             with blamed(self.who, name):
                 found: torch.Tensor = own(first, *others)
-            expect(self.who, name, found, (len(first),), torch.bool)
+            expect(self.who, name, found, (len(first),), torch.bool, first.device)
             return found
 
         return call
@@ -316,9 +308,9 @@ class PluggedPolicy:
     ) -> int:
         with blamed(self.who, "next_k"):
             found: int = self.inner.next_k(lengths, last, costs, slots)
-        if found not in lengths:
+        if type(found) is not int or found not in lengths:
             raise UsageError(
-                f"{self.who}: next_k should be one of {list(lengths)}, but is {found!r}"
+                f"{self.who}: next_k should be one of {list(lengths)}, but is {found!r:.60}"
             )
         return found
 
@@ -326,6 +318,6 @@ class PluggedPolicy:
         if not hasattr(self.inner, "caps"):
             return caps
         with blamed(self.who, "caps"):
-            found: torch.Tensor = self.inner.caps(state, caps)
-        expect(self.who, "caps", found, tuple(caps.shape), caps.dtype)
+            found: torch.Tensor = self.inner.caps(state, caps.clone())
+        expect(self.who, "caps", found, tuple(caps.shape), caps.dtype, caps.device)
         return torch.minimum(found.clamp(min=0), caps)

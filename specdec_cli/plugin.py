@@ -16,15 +16,21 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from specdec_cli.acceptance.base import Rule
 from specdec_cli.errors import SpecdecError, UsageError
 from specdec_cli.methods.base import Method, MethodParts, Proposer, text_bytes
+from specdec_cli.models.description import DraftPlace
+from specdec_cli.models.draft import Draft
 from specdec_cli.plugged import PluggedMethod, PluggedPolicy, PluggedRule, blamed, built
+from specdec_cli.recipe import SpeculationSection
 from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice, WeightsFrom
 from specdec_cli.recipe.choices.registry import METHODS, POLICIES, RULES, add
+from specdec_cli.recipe.watched import WatchedOptions
 from specdec_cli.text import one_line
 
 Made = TypeVar("Made", bound=type[Any])
@@ -44,16 +50,25 @@ def method(name: str, *, weights_from: WeightsFrom = "none") -> Callable[[Made],
     """
 
     def register(made: Made) -> Made:
-        describe = getattr(made, "describe", None)
-        if weights_from == "target" and describe is None:
+        own = getattr(made, "describe", None)
+        if weights_from == "target" and own is None:
             raise ValueError(
                 f"{name!r} takes weights from the target's files, so it needs a describe()"
             )
 
         def make(parts: MethodParts) -> Proposer:
+            parts = replace(parts, speculation=_own(parts.speculation))
             return cast(Proposer, PluggedMethod(name, made, parts))
 
-        code = Method(make, text_bytes, describe, getattr(made, "runs_on_host", False))
+        def describe(place: DraftPlace) -> Draft:
+            with blamed(f"method {name}", "describe"):
+                found: Draft = cast(Any, own)(replace(place, speculation=_own(place.speculation)))
+            if not hasattr(found, "max_k"):
+                told = f"method {name}: describe should return a Draft, not {found!r:.60}"
+                raise UsageError(told, "see models.draft.Draft")
+            return found
+
+        code = Method(make, text_bytes, own and describe, getattr(made, "runs_on_host", False))
         add(METHODS, name, MethodChoice(_words(made), weights_from, code=code))
         return made
 
@@ -66,7 +81,7 @@ def rule(name: str) -> Callable[[Made], Made]:
     def register(made: Made) -> Made:
         def make(speculation: Any) -> PluggedRule:
             with blamed(f"acceptance {name}", "making it"):
-                return PluggedRule(name, built(made, speculation))
+                return PluggedRule(name, built(made, _own(speculation)))
 
         add(RULES, name, RuleChoice(_words(made), code=Rule(make)))
         return made
@@ -80,12 +95,18 @@ def policy(name: str) -> Callable[[Made], Made]:
     def register(made: Made) -> Made:
         def make(speculation: Any) -> PluggedPolicy:
             with blamed(f"length policy {name}", "making it"):
-                return PluggedPolicy(name, built(made, speculation))
+                return PluggedPolicy(name, built(made, _own(speculation)))
 
         add(POLICIES, name, PolicyChoice(_words(made), code=make))
         return made
 
     return register
+
+
+def _own(speculation: SpeculationSection) -> SpeculationSection:
+    """Return a copy of the recipe's section with options that a plugin may change."""
+    options = WatchedOptions(speculation.options)
+    return speculation.model_copy(update={"options": options})
 
 
 def _words(made: type[Any]) -> str:
@@ -94,6 +115,17 @@ def _words(made: type[Any]) -> str:
     file = Path(getattr(sys.modules.get(made.__module__), "__file__", None) or made.__module__)
     own = " ".join((made.__doc__ or "").strip().partition("\n")[0].split())
     return f"{one_line(own)} ({file.name})" if own else f"from the plugin {file.name}"
+
+
+def digests() -> dict[str, str]:
+    """Return the SHA-256 of each loaded plugin by its file's name. Between files of one name, as
+    many of their folders are added as tell them apart."""
+
+    def name(path: Path) -> str:
+        ends = (path.parts[-n:] for n in count(1))
+        return "/".join(next(e for e in ends if sum(o.parts[-len(e) :] == e for o in LOADED) == 1))
+
+    return {name(path): digest for path, digest in LOADED.items()}
 
 
 def load(file: str) -> None:

@@ -217,7 +217,7 @@ def environment(plan: Prepared, device: torch.device | None = None) -> dict[str,
     if device.type == "cpu":
         found["thread_spins"] = spinning.told(torch.get_num_threads())
     if plugin.LOADED:
-        found["plugins"] = {path.name: digest for path, digest in plugin.LOADED.items()}
+        found["plugins"] = plugin.digests()
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found["gpu"] = properties.name

@@ -38,7 +38,6 @@ from specdec_cli.models.compiled import CompiledForward, CompileError, cannot_co
 from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.prompt_passes import Captures, PromptGraphs, width_of
-from specdec_cli.plugged import PluggedMethod, PluggedPolicy, PluggedRule, WatchedOptions
 from specdec_cli.stages import begin_stage
 
 _log = logging.getLogger("specdec")
@@ -196,23 +195,17 @@ def wire(
             if isinstance(model, Captures):
                 model.capture_prompts(prompts)
     proposer: Proposer | None = None
-    options = WatchedOptions(recipe.speculation.options)
-    speculation = recipe.speculation.model_copy(update={"options": options})
     if plan.k:
         draft_len = plan.draft.max_len if plan.draft is not None else 0
-        parts = MethodParts(speculation, models.target, models.draft, draft_len, plan.draft)
-        proposer = method_of(speculation).make(parts)
+        parts = MethodParts(recipe.speculation, models.target, models.draft, draft_len, plan.draft)
+        proposer = method_of(recipe.speculation).make(parts)
         if (
             models.target.hidden_layers != proposer.feature_layers
         ):  # the plan could not know which layers a plugin reads
             models.target.hidden_layers = proposer.feature_layers
-    rule, policy = rule_of(speculation), policy_of(speculation)
-    plugged = isinstance(rule, PluggedRule) or isinstance(policy, PluggedPolicy)
-    # Refuse options that no plugin has read. If a plugin defines `describe`, nothing is refused: it
-    # may have read options there, and this `options` object does not record that.
-    if isinstance(proposer, PluggedMethod) or (proposer is not None and plugged):
-        if method_of(speculation).describe is None:
-            options.refuse_unknown()
+    rule, policy = rule_of(recipe.speculation), policy_of(recipe.speculation)
+    if proposer is not None:
+        recipe.speculation.options.refuse_unknown(plan.proposer)
     return Engine(
         target=models.target,
         proposer=proposer,

@@ -52,6 +52,7 @@ from specdec_cli.recipe.fields import (
     entry,
 )
 from specdec_cli.recipe.objectives import objective
+from specdec_cli.recipe.watched import WatchedOptions
 
 
 class ModelSection(Section):
@@ -132,19 +133,19 @@ class SpeculationSection(MethodAndRuleKeys, SpeculationKeys):
     """The method that proposes tokens, and the rule that accepts them."""
 
     length: LengthSection = entry(LengthSection(), "how many tokens each round proposes")
-    options: dict[str, JsonValue] = entry({}, "a plugin's own keys")
+    options: WatchedOptions = entry(WatchedOptions({}), "a plugin's own keys")
 
     @model_validator(mode="after")
     def _suits_its_choices(self) -> Self:
         rule = RULES[self.acceptance]
         if rule.check is not None:
             rule.check(self, self.num_speculative_tokens)
-        chosen = METHODS[self.method], rule, POLICIES[self.length.policy]
-        if self.options and all(choice.code is None for choice in chosen):
+        # In a sweep, plugins of other arms may read them, so every arm may have them.
+        if self.options and not any(
+            c.code for of in (METHODS, RULES, POLICIES) for c in of.values()
+        ):
             raise PydanticCustomError(
-                "options",
-                "are for plugins, but the method, the rule and the policy are built in",
-                {"key": "options"},
+                "options", "are for plugins, but none is loaded (--plugin)", {"key": "options"}
             )
         return self
 

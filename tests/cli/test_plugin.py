@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,16 @@ import torch
 
 from specdec_cli import plugin
 from specdec_cli.acceptance.base import AcceptanceRule
-from specdec_cli.core.candidates import Candidates, TargetOutput, Verdict
+from specdec_cli.core.candidates import Candidates, TargetOutput, TokenDist, Verdict
+from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.plan import plan
 from specdec_cli.errors import UsageError
-from specdec_cli.plugged import PluggedPolicy, PluggedRule, WatchedOptions, built
-from specdec_cli.recipe import load_recipe
+from specdec_cli.models.description import DraftPlace
+from specdec_cli.plugged import PluggedMethod, PluggedPolicy, PluggedRule, built
+from specdec_cli.recipe import SpeculationSection, load_recipe
 from specdec_cli.recipe.choices.registry import METHODS, POLICIES, RULES
+from specdec_cli.recipe.watched import WatchedOptions
 from tests.cli.generate_helpers import ROOT, Result
 from tests.cli.sweep_helpers import specdec
 from tests.fixtures import NEEDS_CUDA
@@ -205,9 +209,9 @@ READS: dict[str, Callable[[Any], object]] = {
 def test_options_are_read_in_every_way_that_a_dict_has(name: str) -> None:
     options = WatchedOptions({"most": 1})
     with pytest.raises(UsageError, match=r"options\.most: no plugin reads this key"):
-        options.refuse_unknown()
+        options.refuse_unknown(None)
     found = READS[name](options)
-    options.refuse_unknown()
+    options.refuse_unknown(None)
     assert found in ([("most", 1)], [1], ["most"], 1, {"most": 1}, {"count": 3, "most": 1})
 
 
@@ -215,8 +219,49 @@ def test_a_default_that_a_plugin_sets_is_no_key_of_the_recipe() -> None:
     options = WatchedOptions({"most": 1})
     assert (options.setdefault("count"), options.setdefault("least", 2)) == (None, 2)
     with pytest.raises(UsageError, match=r"options\.most: no plugin") as caught:
-        options.refuse_unknown()
+        options.refuse_unknown(None)
     assert caught.value.hint == "keys that plugins read: count, least"
+
+
+def test_an_option_may_be_read_by_any_arm_of_a_sweep() -> None:
+    options = WatchedOptions({"most": 1, "least": 0})
+    options.unmade.update(("a", "b"))
+    WatchedOptions(options).get("most")
+    options.refuse_unknown("a")  # the other one may read it
+    with pytest.raises(UsageError, match=r"options\.least: no plugin reads this key"):
+        WatchedOptions(options).refuse_unknown("b")
+
+
+def test_options_that_no_arm_of_a_sweep_reads_are_refused(
+    capsys: pytest.CaptureFixture[str], page: dict[str, Path]
+) -> None:
+    arms = ("--draft", "echo", "--draft", "ngram", "--k", "0,1", "--limit", "1", "--json")
+    sweep = ("sweep-k", "demo", "--plugin", page["echo"], *arms, "--max-new-tokens", "2")
+    found = specdec(capsys, *sweep, "--set", "speculation.options.mots=2")
+    assert found.code == 2
+    assert "speculation.options.mots: no plugin reads this key" in found.err
+
+
+def test_options_that_describe_does_not_read_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code = (
+        f"from specdec_cli.models.description import describe\n{HEAD}"
+        "@method('own', weights_from='draft')\nclass Own:\n    @staticmethod\n"
+        "    def describe(place):\n        place.speculation.options.pop('most')\n"
+        "        own = describe(place.spec, place.device, place.parallel)\n"
+        "        return own.within(place.max_model_len)\n"
+        "    def propose(self, state, draft): return draft.candidates()\n"
+    )
+    chosen = ("--plugin", written(tmp_path, code), "--set", "speculation.method=own")
+    chosen += ("--set", "speculation.options.most=1", *SHORT, "--max-new-tokens", "2")
+    found = specdec(capsys, "generate", "demo", *chosen)
+    assert found.code == 0, found.err
+    assert found.document["recipe"]["speculation"]["options"] == {"most": 1}
+    METHODS.pop("own")
+    plugin.LOADED.clear()
+    found = specdec(capsys, "generate", "demo", *chosen, "--set", "speculation.options.mots=1")
+    assert found.code == 2 and "options.mots: no plugin reads this key" in found.err
 
 
 def test_options_without_a_plugin_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,13 +315,15 @@ def test_the_page_through_sweep_and_report(
     found = specdec(
         capsys,
         *("sweep-k", "demo", *plugins, "--draft", "echo", "--draft", "demo:draft"),
-        *("--draft", "ngram", "--set", "speculation.length.policy=heuristic"),
+        *("--draft", "ngram", "--draft", "block_of_text"),
+        *("--set", "speculation.length.policy=heuristic", "--set", "speculation.options.most=2"),
         *("--k", "0,2", "--limit", "2", "--max-new-tokens", "8", "--json", "-o", folder),
         *("--set", "run.repeats=1"),
     )
     assert found.code == 0, found.err
     points = {(p["draft"], p["k"]) for p in found.document["points"]}
-    assert points == {(None, 0), ("echo", 2), ("demo:draft", 2), ("ngram", 2)}
+    arms = ("echo", "demo:draft", "ngram", "block_of_text")
+    assert points == {(None, 0), *((arm, 2) for arm in arms)}
     assert all(p["status"] == "ok" for p in found.document["points"])
     reported = specdec(capsys, "report", folder)
     assert reported.code == 0, reported.err
@@ -335,7 +382,7 @@ def test_arms_after_one_without_a_forecast_are_predicted(
         f"{HEAD}@method('dense')\nclass Dense:\n    def propose(self, state, draft):\n"
         "        ids = state.tail[:, -1:].long().expand(-1, draft.k).contiguous()\n"
         "        q = torch.nn.functional.one_hot(ids, draft.vocab_size).float()\n"
-        "        return Candidates(ids, draft.caps, q=q)\n"
+        "        return Candidates(ids, draft.caps, TokenDist(q.log(), None))\n"
     )
     found = specdec(
         capsys,
@@ -353,7 +400,7 @@ def test_arms_after_one_without_a_forecast_are_predicted(
 
 HEAD = """
 import torch
-from specdec_cli.core.candidates import Candidates, Verdict
+from specdec_cli.core.candidates import Candidates, TokenDist, Verdict
 from specdec_cli.plugin import method, policy, rule
 """
 
@@ -401,6 +448,107 @@ def test_bad_methods_get_one_line(
     body_of = f"def propose(self, state, draft):\n        {body}"
     message = refusal(capsys, tmp_path, "method", body_of, "--draft", "mine")
     assert re.fullmatch(BAD_METHODS[body], message), message
+
+
+def made_method(**members: Any) -> PluggedMethod:
+    """A plugin's method with these members, for a target of 8 tokens and 2 layers."""
+    module = SimpleNamespace(config=SimpleNamespace(num_hidden_layers=2))
+    parts: Any = SimpleNamespace(target=SimpleNamespace(vocab_size=8, module=module))
+    return PluggedMethod("mine", type("Mine", (), members), parts)
+
+
+@pytest.mark.parametrize(
+    ("members", "told"),
+    [
+        ({"tail": 0}, "tail should be an integer of at least 1, but is 0"),
+        ({"max_len": 20.0}, "max_len should be an integer of at least 0, but is 20.0"),
+        ({"max_lag": None}, "max_lag should be an integer of at least 0, but is None"),
+        ({"feature_layers": ("a",)}, r"feature_layers should be integers in 0..2, but are \['a'\]"),
+        (
+            {"feature_layers": (0, 3)},
+            r"feature_layers should be integers in 0..2, but are \[0, 3\]",
+        ),
+        ({"ahead": lambda _, k: k + 0.5}, "ahead should be an integer of at least 0, but is 2.5"),
+        ({"kv_after": lambda *_: None}, "kv_after should be an integer of at least 0, but is None"),
+        ({"tail_for": lambda *_: True}, "tail_for should be an integer of at least 1, but is True"),
+    ],
+)
+def test_members_of_a_bad_method_get_one_line(members: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=f"^method mine: {told}$"):
+        found = made_method(**members)
+        (found.ahead(2), found.kv_after(5, 2, 1), found.tail_for(2))
+
+
+PLACE = (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        (((*PLACE, 4), None), "q should be a TokenDist, but is tuple"),
+        (TokenDist(torch.zeros(1, 1, 4), None), r"q.logits should be \[1, 2, 4\] float32, but is"),
+        (
+            TokenDist(torch.zeros(*PLACE, 9), None),
+            r"q.logits should be \[1, 2, 8\] float32, but is",
+        ),
+        (TokenDist(torch.zeros(*PLACE, 4).long(), None), r"q.logits .* but is \[1, 2, 4\] int64"),
+        (TokenDist(torch.zeros(4), torch.zeros(1)), r"q.logits should be \[1, 2, 4\] float32"),
+        (
+            TokenDist(torch.zeros(*PLACE, 4), torch.zeros(1)),
+            r"q.stats should be \[1, 2, 4\] float32",
+        ),
+        ("ids", r"token_ids should be \[1, 2\] int64, but is \[1, 2\] int64 on meta"),
+        ("lens", r"lens should be \[1\] int64, but is \[1\] int64 on meta"),
+    ],
+)
+def test_proposals_of_a_bad_method_get_one_line(result: Any, told: str) -> None:
+    at = {name: "meta" if result == name else "cpu" for name in ("ids", "lens")}
+    ids = torch.zeros(PLACE, dtype=torch.int64, device=at["ids"])
+    lens = torch.tensor([2], device=at["lens"])
+    q = None if isinstance(result, str) else result
+    found = made_method(propose=lambda *_: Candidates(ids, lens, q))
+    state: Any = SimpleNamespace(active=torch.tensor([True]))
+    with pytest.raises(UsageError, match=f"^method mine: {told}"):
+        found.propose(state, Drafting(2, SamplingParams(), torch.tensor([2]), 8))
+
+
+def test_only_a_drawn_token_marks_logits_that_are_not_finite() -> None:
+    ids = torch.tensor([[1, -1]])
+    found = made_method(propose=lambda *_: Candidates(ids, torch.tensor([2])))
+    state: Any = SimpleNamespace(active=torch.tensor([True]))
+    draft = Drafting(2, SamplingParams(), torch.tensor([2]), 8)
+    assert found.propose(state, draft).lens.tolist() == [1]
+    with pytest.raises(
+        UsageError, match=r"^method mine: 1 proposed ids are outside the vocabulary"
+    ):
+        found.check()
+    draft.draw_all(torch.full((*PLACE, 8), float("nan")))
+    assert found.propose(state, draft).token_ids.tolist() == ids.tolist()
+    found.check()
+
+
+def test_all_of_a_method_runs_in_inference_mode() -> None:
+    seen = []
+
+    def note(*_: object) -> None:
+        seen.append(torch.is_inference_mode_enabled())
+
+    found = made_method(prefill=note, commit=note)
+    found.prefill([], None)
+    found.commit(None, None, None)
+    assert seen == [True, True]
+
+
+def test_a_bad_describe_gets_one_line() -> None:
+    place: Any = DraftPlace(*[None] * 5, SpeculationSection())  # type: ignore[arg-type]
+    for body, told in (
+        (lambda place: 1 / 0, "describe raised ZeroDivisionError: division by zero"),
+        (lambda place: None, "describe should return a Draft, not None"),
+    ):
+        METHODS.pop("own", None)
+        plugin.method("own")(type("Own", (), {"describe": staticmethod(body)}))
+        with pytest.raises(UsageError, match=f"^method own: {told}$"):
+            METHODS["own"].code.describe(place)
 
 
 def test_classes_that_need_nothing_have_no_constructor(
@@ -495,24 +643,41 @@ def test_a_rule_that_accepts_more_than_was_proposed_is_named(
     assert re.fullmatch(told, message), message
 
 
-def test_counts_of_accepted_tokens_are_clamped_until_the_run_ends() -> None:
-    """-1 and -2 say whose logits are not finite."""
+def test_decisions_are_clamped_until_the_run_ends() -> None:
+    """-1 and -2 say whose logits are not finite, where that is true, and nothing else."""
 
     class Mine:
         def decide(self, *_: object) -> Verdict:
-            return Verdict(ids, torch.tensor([2, 3, -1, -2, -3]))
+            return verdict
 
-    ids = torch.zeros(5, 4, dtype=torch.int64)
-    candidates = Candidates(ids[:, 1:], torch.tensor([2, 1, 3, 3, 3]))
+    drafted, logits = torch.zeros(6, 3, dtype=torch.int64), torch.zeros(6, 4, 8)
+    logits[2, 1, 0], drafted[3, 1] = float("nan"), -1
+    candidates = Candidates(drafted, torch.tensor([2, 1, 3, 3, 3, 3]))
     rule = PluggedRule("mine", Mine())
     rule.check()
-    target = TargetOutput(torch.zeros(5, 4, 8))
-    for times in (1, 2):
-        for _ in range(times):
-            found = rule.decide(candidates, target, SamplingParams(), None)
-            assert found.num_accepted.tolist() == [2, 1, -1, -2, 0]
-        with pytest.raises(UsageError, match=f"^acceptance mine: {2 * times} of the num_acc"):
+    ids = torch.zeros(6, 4, dtype=torch.int64)
+    for accepted, want, bad in (
+        ([2, 3, -1, -2, -3, 0], [2, 1, -1, -2, 0, 0], 2),
+        ([-1, -2, -2, -1, -1, -2], [0, 0, 0, 0, 0, 0], 6),
+    ):
+        verdict = Verdict(ids, torch.tensor(accepted))
+        for times in (1, 2):
+            for _ in range(times):
+                found = rule.decide(candidates, TargetOutput(logits), SamplingParams(), None)
+                assert found.num_accepted.tolist() == want
+            told = f"^acceptance mine: {bad * times} of the num_accepted that decide returned are"
+            with pytest.raises(UsageError, match=told):
+                rule.check()
             rule.check()
+    # The last row that has a meaning is that of the token after the accepted ones.
+    ids[0] = torch.tensor([7, -1, 8, 9])
+    ids[2, 1] = -1  # drawn from logits that are not finite
+    ids[4:, 2:] = 99
+    verdict = Verdict(ids, torch.tensor([2, 0, 1, -2, 1, 2]))
+    found = rule.decide(candidates, TargetOutput(logits), SamplingParams(), None)
+    assert found.num_accepted.tolist() == [2, 0, -1, -2, 1, 2]
+    assert found.token_ids[0].tolist() == [7, 0, 7, 7] and int(found.token_ids.max()) == 7
+    with pytest.raises(UsageError, match=r"^acceptance mine: 3 of the token_ids that decide return"):
         rule.check()
 
 
@@ -559,6 +724,9 @@ BAD_POLICIES = {
     "def caps(self, state, caps): return caps.float()": (
         "length policy mine: caps should be [1] int64, but is [1] float32"
     ),
+    "def caps(self, state, caps): return caps.to('meta')": (
+        "length policy mine: caps should be [1] int64, but is [1] int64 on meta"
+    ),
 }
 
 
@@ -571,6 +739,22 @@ BAD_POLICIES |= {
         "return logits[:, :2] > 0": "should be [1] bool, but is [1, 2] bool",
     }.items()
 }
+
+
+@pytest.mark.parametrize("value", [2.0, True, torch.tensor(2)])
+def test_the_next_k_of_a_policy_is_a_plain_integer(value: object) -> None:
+    policy = PluggedPolicy("mine", SimpleNamespace(next_k=lambda *_: value))
+    given: Any = None
+    with pytest.raises(
+        UsageError, match=r"^length policy mine: next_k should be one of \[1, 2\], "
+    ):
+        policy.next_k((1, 2), given, given, 1)
+
+
+def test_a_policy_cannot_raise_the_caps_in_place() -> None:
+    policy, caps = PluggedPolicy("mine", SimpleNamespace(caps=lambda _, c: c.add_(9))), [1, 3]
+    state: Any = None
+    assert policy.caps(state, torch.tensor(caps)).tolist() == caps
 
 
 def test_doubts_of_a_bad_policy_get_one_line() -> None:
@@ -660,6 +844,18 @@ def test_a_method_that_reads_the_device_is_not_captured(tmp_path: Path, reads: b
     on_cuda = replace(found, device=torch.device("cuda", 0))
     reason = "the method reads the device's data on the host" if reads else None
     assert on_cuda.no_cuda_graphs == reason
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    made = {"x/mine.py": "a", "y/mine.py": "b", "y/other.py": "c", "z/x/mine.py": "d"}
+    for place, name in made.items():
+        file = tmp_path / place
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{HEAD}@rule('{name}')\nclass Mine: pass")
+        plugin.load(str(file))
+    one, *others = plugin.digests()
+    assert one == f"{tmp_path.name}/x/mine.py"
+    assert others == ["y/mine.py", "other.py", "z/x/mine.py"]
 
 
 def test_a_plugin_is_run_once_however_often_it_is_named(tmp_path: Path) -> None:

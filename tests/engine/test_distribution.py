@@ -244,8 +244,8 @@ def test_fault_in_the_engine_is_caught(tiny: tuple[Path, Path], fault: Rule) -> 
 
 
 class Blocks(DraftModel):
-    """Draws from one pass's logits, rolled by a token a place, and ends blocks by `how`. "few" draws
-    a token less than it may, and leaves the rest to `candidates`.
+    """Draws from one pass's logits, rolled by a token a place, and ends blocks by `how`. "few"
+    draws one token less than it may.
 
     Nothing that it proposes is fed: the next round lacks up to k + 1 tokens of its cache.
     """

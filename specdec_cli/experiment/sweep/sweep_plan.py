@@ -18,6 +18,7 @@ from specdec_cli.experiment.sweep.sweep_records import SweepSettings
 from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import NONE, weights_from
+from specdec_cli.recipe.watched import WatchedOptions
 
 _OFF = 0.1  # a larger relative difference between two rates causes a warning
 
@@ -92,6 +93,7 @@ def plan_sweep(
                 f"--draft: speculation.method is {method}, which takes no draft",
                 "leave --draft out, or pass --set speculation.method=draft_model",
             )
+    options = WatchedOptions(recipes[0].speculation.options)  # arms record together what they read
     jobs = [
         tokenised(
             backend,
@@ -99,7 +101,7 @@ def plan_sweep(
             prompts.prompts,
             skip_bad=prompts.skip_bad,
         )
-        for r in recipes
+        for r in (recipe.changed("speculation", options=options) for recipe in recipes)
     ]
     if check_lossless:
         refuse_unfit(jobs[0].plan, ks)
@@ -108,6 +110,7 @@ def plan_sweep(
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f"--draft: {twice} is given twice")
+    options.unmade.update(names)
     if batch_sizes[0]:  # 0 means unlimited concurrency
         recipe = recipe.changed("run", batch_size=batch_sizes[0])
     recipe = dated(recipe, jobs[0])
