@@ -4,7 +4,7 @@ Requests carry the times at which they are due (`Request.arrives_at`). A measure
 answers, so it does not depend on the engine. This module does not import torch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -114,6 +114,7 @@ class Prepared:
     stages: the names of the loading stages, in order.
     fingerprint: a function that takes a role and returns a hash of its model, or None if the role
         has no model. Different models have different hashes, even if they have the same name.
+    plugins: the SHA-256 of each loaded plugin, by its file's name.
     own: the backend's own data, which nothing else reads.
     few_threads: a notice that fewer CPU threads are used than there are processors; None if there
         is nothing to report.
@@ -139,6 +140,7 @@ class Prepared:
     readings: Sequence[Any] = ()
     stages: Sequence[str] = ()
     fingerprint: Callable[[str], str | None] = lambda role: None
+    plugins: Mapping[str, str] = field(default_factory=dict)
     own: Any = None
     few_threads: Notice | None = None
 

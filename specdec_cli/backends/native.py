@@ -170,6 +170,7 @@ def prepared(plan: Plan) -> Prepared:
         readings=[] if draft is None else draft.readings(),
         stages=plan.stages,
         fingerprint=fingerprint_of,
+        plugins=plugin.digests(),
         own=plan,
         few_threads=plan.few_threads,
     )
@@ -216,8 +217,8 @@ def environment(plan: Prepared, device: torch.device | None = None) -> dict[str,
     }
     if device.type == "cpu":
         found["thread_spins"] = spinning.told(torch.get_num_threads())
-    if plugin.LOADED:
-        found["plugins"] = plugin.digests()
+    if plan.plugins:
+        found["plugins"] = dict(plan.plugins)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found["gpu"] = properties.name

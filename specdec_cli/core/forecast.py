@@ -31,6 +31,7 @@ class Forecast(Record):
     draws: N uniform random numbers, one per output token.
     rates: the probability of acceptance at each position of a draft.
     only_k: the only proposal length for which the values hold; None if they hold for every length.
+    is_rough: True if the proposer also learns from decisions, which a forecast leaves out.
     """
 
     accept: _Numbers | None = None
@@ -40,6 +41,7 @@ class Forecast(Record):
     draws: _Numbers | None = None
     rates: _Numbers | None = None
     only_k: Count | None = None
+    is_rough: bool | None = None
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Self:

@@ -47,6 +47,8 @@ def common_settings(
         del values["load"]
     elif times := process_of(recipe.load.arrivals).times:
         values["load"]["times"] = digest(times)
+    if job.plan.plugins:  # `remark` is not None if an acceptance rule changes the text
+        values["plugins"] = {"files": dict(job.plan.plugins), "remark": job.plan.remark}
     for role in roles:
         if values[role] is not None:
             values[role] = with_weights(values[role], job.plan, role)

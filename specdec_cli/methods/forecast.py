@@ -45,6 +45,8 @@ def forecast(
         tokens = [*prompt, *output][: proposer.max_len]
         rounds = list(_Replay(proposer, teacher, tokens, k, params, len(prompt)).rounds())
         found = _told(rounds + [_Round()] * (len(output) - len(rounds)))
+        if proposer.takes_decisions and not proposer.is_paged:
+            found = found.model_copy(update={"is_rough": True})
     return found.model_copy(update={"only_k": k}) if proposer.depends_on_k else found
 
 

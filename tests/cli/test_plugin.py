@@ -25,6 +25,7 @@ from specdec_cli.plugged import PluggedMethod, PluggedPolicy, PluggedRule, built
 from specdec_cli.recipe import SpeculationSection, load_recipe
 from specdec_cli.recipe.choices.registry import METHODS, POLICIES, RULES
 from specdec_cli.recipe.watched import WatchedOptions
+from specdec_cli.text import digest
 from tests.cli.generate_helpers import ROOT, Result
 from tests.cli.sweep_helpers import specdec
 from tests.fixtures import NEEDS_CUDA
@@ -332,6 +333,37 @@ def test_the_page_through_sweep_and_report(
 
 
 @pytest.mark.usefixtures("no_pictures")
+def test_a_sweep_resumes_only_with_the_plugin_that_it_began_with(
+    capsys: pytest.CaptureFixture[str], page: dict[str, Path], tmp_path: Path
+) -> None:
+    folder, short = tmp_path / "run", ("--limit", "1", "--max-new-tokens", "4", "--k", "0,1")
+    first = ("--draft", "echo", "--plugin", page["echo"], *short, "--set", "run.repeats=1")
+    assert specdec(capsys, "sweep-k", "demo", *first, "-o", folder).code == 0
+
+    def resumed() -> Result:
+        plugin.LOADED.clear()
+        METHODS.pop("echo")
+        words = ("sweep-k", "--resume", "-o", folder, "--plugin", page["echo"], "--json")
+        return specdec(capsys, *words)
+
+    assert resumed().code == 0
+    page["echo"].write_text(FILES["echo"] + "# edited\n")
+    found = resumed()
+    assert found.code == 2
+    error = found.document["error"]
+    assert error["message"].endswith(
+        "--plugin echo.py: the file has changed since the folder's run"
+    )
+    assert error["hint"].endswith("name another with -o")
+    # Folders of earlier versions do not say which plugins they were measured with.
+    kept = json.loads((folder / "settings.json").read_text())
+    del kept["settings"]["recipe"]["plugins"]
+    kept["hash"] = digest(kept["settings"])
+    (folder / "settings.json").write_text(json.dumps(kept))
+    assert resumed().code == 0
+
+
+@pytest.mark.usefixtures("no_pictures")
 def test_shards_of_a_plugins_method_are_merged(
     capsys: pytest.CaptureFixture[str], page: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -361,12 +393,17 @@ def test_the_pages_rule_through_sweep_and_report_stays_labelled(
     folder = tmp_path / "run"
     found = specdec(
         capsys,
-        # A draft that is the target proposes what it would write, so that a lossy rule does too.
-        *("sweep-k", "demo", "--draft", "demo:draft-distilled", "--plugin", page["likely"]),
+        *("sweep-k", "demo", "--draft", "block_of_text", "--plugin", page["likely"]),
+        *("--plugin", page["block"]),
         *("--set", "speculation.acceptance=likely", "--set", "run.repeats=1"),
+        *("--set", "speculation.options.count=4000"),  # every token stands
         *("--k", "0,2", "--limit", "2", "--max-new-tokens", "8", "--json", "-o", folder),
     )
     assert found.code == 0, found.err
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").open()]
+    texts = {one["k"]: one["token_ids"] for one in samples}
+    assert texts[0] != texts[2]
+    assert not found.document["tokens"]["compared"]
     said = "acceptance is likely: any of the target's likeliest tokens stands"
     assert said in [one["message"] for one in found.document["warnings"]]
     assert specdec(capsys, "report", folder).code == 0
@@ -677,7 +714,9 @@ def test_decisions_are_clamped_until_the_run_ends() -> None:
     found = rule.decide(candidates, TargetOutput(logits), SamplingParams(), None)
     assert found.num_accepted.tolist() == [2, 0, -1, -2, 1, 2]
     assert found.token_ids[0].tolist() == [7, 0, 7, 7] and int(found.token_ids.max()) == 7
-    with pytest.raises(UsageError, match=r"^acceptance mine: 3 of the token_ids that decide return"):
+    with pytest.raises(
+        UsageError, match=r"^acceptance mine: 3 of the token_ids that decide return"
+    ):
         rule.check()
 
 

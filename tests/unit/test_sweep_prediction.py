@@ -21,6 +21,7 @@ from specdec_cli.core.types import Emission, Permissions, Request, SamplingParam
 from specdec_cli.engine.loop import Engine, RunResult
 from specdec_cli.errors import UsageError
 from specdec_cli.experiment.folders.records import Point
+from specdec_cli.experiment.forecasts import Text
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.sweep.document import forecasts_of
 from specdec_cli.experiment.sweep.runner import Sweep
@@ -203,3 +204,28 @@ def test_a_prediction_is_exact_where_the_text_is_the_same_at_every_length(
     assert forecasts_of(settings, records, None, 1).is_exact is is_exact
     ended.finish_reason = "stop"
     assert forecasts_of(settings, records, None, 1).is_exact is (is_exact and not is_given)
+
+
+@pytest.mark.parametrize(
+    ("proposed", "is_given", "is_rough", "is_exact"),
+    [
+        ([2, 2], True, None, True),
+        ([2, 1, 1], True, None, False),  # with other text it might propose more
+        ([2, 1, 1], False, None, True),
+        ([2, 2], False, True, False),
+    ],
+)
+def test_a_prediction_is_exact_where_its_rounds_are_those_that_ran(
+    proposed: list[int], is_given: bool, is_rough: bool | None, is_exact: bool
+) -> None:
+    draws = {"draws": (0.1,) * 6, "rates": (0.5, 0.5)} if is_given else {"chains": ((2, 2),) * 6}
+    text = Text(limit=6, draft_limit=9, is_rough=is_rough, **draws)  # type: ignore[arg-type]
+    settings: Any = SimpleNamespace(
+        is_greedy=True, has_given_acceptance=is_given, ks=(0, 2), batch_sizes=(1,)
+    )
+    settings.key = lambda *which: which
+    ended = SimpleNamespace(finish_reason="length", proposed_per_round=proposed)
+    records: Any = SimpleNamespace(
+        samples=defaultdict(lambda: {0: ended}), costs=defaultdict(dict), texts={None: {0: text}}
+    )
+    assert forecasts_of(settings, records, None, 1).is_exact is is_exact

@@ -66,6 +66,12 @@ class RunSettings:
     def has_given_acceptance(self) -> bool:
         return is_given(self.recipe["speculation"]["acceptance"])
 
+    @property
+    def keeps_greedy(self) -> bool:
+        """True if decoding is greedy and writes the target's own text at every k."""
+        of_plugins = self.recipe.get("plugins", {}).get("remark")
+        return self.is_greedy and not self.has_given_acceptance and of_plugins is None
+
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as they are when read back from JSON: with lists instead of
         tuples."""
@@ -203,6 +209,9 @@ def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, An
         hint = "--resume -o DIR alone uses the folder's settings; name another folder for a new run"
         if found.key in _DIGESTS:
             told = f"{found.key} differs: {_DIGESTS[found.key]}"
+        if found.key.startswith(_PLUGIN):
+            told = f"--plugin {found.key.removeprefix(_PLUGIN)} {_change_of_plugin(found)}"
+            hint = "resume with the plugins that the run began with, or name another folder with -o"
         if found.same_name:
             told = f"{found.key}: different weights than in the folder ({to_json(found.theirs)})"
             hint = "its samples belong to the earlier model of that name: name another with -o"
@@ -306,6 +315,7 @@ _DIGESTS = {
     "prompts.sha256": "the prompts differ from the folder's",
     "prompts.categories": "the prompts' categories differ from the folder's",
 }
+_PLUGIN = "plugins.files."
 _MOST_OTHERS = 4
 
 
@@ -322,6 +332,10 @@ def settings_difference(
     server's models have fingerprints of their own.
     """
     there, now = copy.deepcopy(there), copy.deepcopy(now)
+    recipes = [one["recipe"] for one in (there, now) if isinstance(one.get("recipe"), dict)]
+    if not all("plugins" in recipe for recipe in recipes):  # older folders do not record them
+        for recipe in recipes:
+            recipe.pop("plugins", None)
     is_elsewhere = there.get("device") != now.get("device")
     for key, theirs, ours in _models(there, now):
         prints = theirs.pop("weights", None), ours.pop("weights", None)
@@ -357,6 +371,12 @@ def settings_difference(
     more = [one for one in dict.fromkeys(sections) if one not in said]
     others = tuple(more[:_MOST_OTHERS])
     return Difference(shown, was, is_now, same_model=same_model, others=others)
+
+
+def _change_of_plugin(found: Difference) -> str:
+    if found.theirs is None:
+        return "was not there when the run began"
+    return "is missing" if found.ours is None else "has changed since the run began"
 
 
 def _models(there: Document, now: Document) -> Iterator[tuple[str, Document, Document]]:

@@ -91,12 +91,12 @@ def lossless_in_words(summary: Summary) -> str | None:
 def compare_tokens(settings: RunSettings, points: Mapping[Key, Samples]) -> Tokens:
     """Compare the tokens of a run's points, and return the result for the run's JSON document.
 
-    Points are compared only if decoding is greedy and acceptance is not synthetic. The tokens of
+    Points are compared only if decoding is greedy and keeps the target's text. The tokens of
     each prompt are compared with those of the first point, in the order of `points`, that has the
     prompt. In float32 a difference is a fault. In narrower formats a different order of summation
     can flip near-ties, so the number of diverging prompts is only informational.
     """
-    is_comparable = settings.is_greedy and not settings.has_given_acceptance
+    is_comparable = settings.keeps_greedy
     reference: dict[int, list[int] | str | None] = {}
     diverging = []
     for key, whole in points.items() if is_comparable else ():

@@ -11,7 +11,7 @@ from specdec_cli.errors import ExitCode, Notice
 from specdec_cli.experiment.folders.conclusions import VERSION, CheckResult, Tokens
 from specdec_cli.experiment.folders.records import Key, Point, rate_name
 from specdec_cli.experiment.folders.samples import Samples, could_run_no_prompt
-from specdec_cli.experiment.forecasts import Forecasts, Text, with_recorded
+from specdec_cli.experiment.forecasts import Forecasts, Text, expected_rounds, with_recorded
 from specdec_cli.experiment.load.points import (
     best_at_rate,
     crossover,
@@ -73,13 +73,8 @@ def forecasts_of(
     settings: SweepSettings, records: SweepRecords, draft: str | None, batch_size: int
 ) -> Forecasts:
     """Collect the data from which an arm's speeds at a batch size are predicted."""
-    largest = records.samples[settings.key(draft, settings.batch_sizes[0], max(settings.ks))]
-    # With synthetic acceptance, the text differs from one k to the next. A prediction is then exact
-    # only if all texts end at the length limit, and so have the same length at every k.
-    is_exact = settings.is_greedy and not settings.has_given_acceptance
-    if settings.has_given_acceptance:
-        ends = {sample.finish_reason for sample in largest.values()}
-        is_exact = ends <= {"length", "error"}
+    largest_k = max(settings.ks)
+    largest = records.samples[settings.key(draft, settings.batch_sizes[0], largest_k)]
     parts = {
         k: cost_by_part(records.costs[settings.key(draft, batch_size, k)].values())
         for k in settings.ks
@@ -90,8 +85,19 @@ def forecasts_of(
         if settings.is_greedy and (text.accept or text.ahead) and sample is not None:
             rounds = zip(sample.proposed_per_round, sample.accepted_per_round, strict=True)
             texts[index] = with_recorded(text, rounds)[0]
+    is_exact = settings.is_greedy and not any(text.is_rough for text in texts.values())
+    if settings.has_given_acceptance:
+        # The text differs from one k to the next. A prediction is then exact only if all texts end
+        # at the length limit, and so have the same length at every k, and if rounds propose as many
+        # tokens as they may whatever the text is, as those at the largest k do.
+        is_exact = all(sample.finish_reason in ("length", "error") for sample in largest.values())
+        for index in texts.keys() & largest.keys():
+            proposed = largest[index].proposed_per_round
+            all_of_them = expected_rounds([texts[index]], largest_k)
+            counts = all_of_them.drafts, all_of_them.draft_tokens
+            is_exact = is_exact and counts == (len(proposed), sum(proposed))
     return Forecasts(
-        largest_k=max(settings.ks),
+        largest_k=largest_k,
         texts=texts,
         parts={k: found for k, found in parts.items() if found},
         is_exact=is_exact,
