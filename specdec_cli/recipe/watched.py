@@ -55,7 +55,6 @@ def _recording(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in ("__getitem__", "__contains__", "get", "setdefault", "pop"):
-    setattr(WatchedOptions, _name, _recording(_name))
-for _name in ("__iter__", "keys", "values", "items"):
+_OF_A_KEY = ("__getitem__", "__contains__", "get", "setdefault", "pop")
+for _name in (*_OF_A_KEY, "__iter__", "keys", "values", "items"):
     setattr(WatchedOptions, _name, _recording(_name))
