@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
 from specdec_cli import demo
 from specdec_cli.core.kv_cache import LayerShape
 from specdec_cli.engine.memory import budget, estimate
-from specdec_cli.models import description, gate, tokenizer, tp
+from specdec_cli.models import attention, description, gate, tokenizer, tp
 from specdec_cli.report import plots
 from specdec_cli.report.drawings import canvas
 
@@ -66,15 +66,21 @@ def probed_once() -> Iterator[None]:
 
     A rank's part of it, which differs in the shapes of its weights, passes once too.
     """
-    known: dict[tuple[Any, ...], list[LayerShape]] = {}
+    known: dict[tuple[Any, ...], tuple[list[LayerShape], list[dict[str, Any]]]] = {}
 
     def probe(model: Any, name: str) -> list[LayerShape]:
         config = model.config.to_dict() | {"_name_or_path": ""}
         shapes = [(path, tuple(weight.shape)) for path, weight in model.named_parameters()]
         kind = type(model), repr(config), tuple(shapes)
+        own = [vars(module) for module in model.modules()]
         if kind not in known:
-            known[kind] = gate.probe(model, name)
-        return known[kind]
+            layers = gate.probe(model, name)
+            windows = [{key: of[key] for key in of.keys() & {attention._WINDOW}} for of in own]
+            known[kind] = layers, windows
+        layers, windows = known[kind]
+        for of, window in zip(own, windows, strict=True):
+            of.update(window)  # the trial pass leaves them in the layers
+        return layers
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (description, tp):
