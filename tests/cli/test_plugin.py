@@ -315,8 +315,8 @@ def test_the_page_through_sweep_and_report(
     plugins = [part for name in FILES for part in ("--plugin", page[name])]
     found = specdec(
         capsys,
-        *("sweep-k", "demo", *plugins, "--draft", "echo", "--draft", "demo:draft"),
-        *("--draft", "ngram", "--draft", "block_of_text"),
+        *("sweep-k", "demo", *plugins, "--draft", "ngram", "--draft", "echo"),
+        *("--draft", "demo:draft", "--draft", "block_of_text"),
         *("--set", "speculation.length.policy=heuristic", "--set", "speculation.options.most=2"),
         *("--k", "0,2", "--limit", "2", "--max-new-tokens", "8", "--json", "-o", folder),
         *("--set", "run.repeats=1"),
