@@ -45,7 +45,7 @@ def methods(
         typer.echo(json.dumps({"schema": "specdec.methods/1", **found, "warnings": []}))
         return
     titles = {
-        "methods": "methods (--method; those without a draft's weights also as --draft)",
+        "methods": "methods (--method; those that propose without a draft model also as --draft)",
         "rules": "acceptance rules (--set speculation.acceptance=NAME)",
         "policies": "length policies (--set speculation.length.policy=NAME)",
         "drafts": "bundled drafts (--draft)",

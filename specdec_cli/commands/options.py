@@ -405,7 +405,7 @@ def resolve(
     """Resolve the recipe of a command line, by precedence: option > `--set` > recipe > default.
 
     `options` maps names of `OPTION_KEYS` to values; None stands for an option that was not given.
-    `--draft` may also name a method that needs no draft model.
+    `--draft` may also name a method that proposes without a draft model.
     """
     import specdec_cli.recipe
     from specdec_cli.recipe.choices.registry import without_draft

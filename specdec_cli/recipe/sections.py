@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError, ValidationError
 
 from specdec_cli.recipe.choices.registry import (
     METHODS,
+    NONE,
     POLICIES,
     RULES,
     Choice,
@@ -84,6 +85,15 @@ class DraftSection(ModelSection):
     share: tuple[Literal["embeddings", "lm_head"], ...] = entry(
         (), "weights that the draft borrows; default: those missing from its checkpoint"
     )
+
+    @field_validator("model")
+    @classmethod
+    def _is_a_draft(cls, value: str) -> str:
+        if value == NONE:
+            raise PydanticCustomError(
+                "draft", "none is no draft; use -k 0 or --method none for plain decoding"
+            )
+        return value
 
 
 def _one_of(names: Mapping[str, Choice]) -> Callable[[str], str]:
@@ -277,9 +287,13 @@ class LoadSection(Section):
 
     @model_validator(mode="after")
     def _counts_at_rates(self) -> Self:
-        for key, info in type(self).model_fields.items() if self.request_rate is None else ():
-            if getattr(self, key) != info.default:
-                told = "needs load.request_rate (--request-rate)"
+        fields = type(self).model_fields
+        ignored, told = list(fields), "needs load.request_rate (--request-rate)"
+        if self.request_rate is not None:
+            ignored = ["arrivals", "duration_s"] if self.request_rate == ("inf",) else []
+            told = "has no effect at load.request_rate inf, which sends all requests at once"
+        for key in ignored:
+            if getattr(self, key) != fields[key].default:
                 raise PydanticCustomError("load", "{told}", {"key": key, "told": told})
         return self
 
@@ -301,8 +315,8 @@ class DataSection(Section):
     subset: Name | None = entry(None, "configuration of a dataset id")
     column: Name | None = entry(
         None,
-        "column with the prompt; null takes the first of these that exists: prompt, text, "
-        "question, instruction, turns (the first turn), messages, prompt_token_ids, conversations "
+        "column with the prompt; null takes the first of these that exists: prompt, question, "
+        "instruction, text, turns (the first turn), messages, prompt_token_ids, conversations "
         "(ShareGPT's)",
     )
     limit: Count | None = entry(None, "use only the first N prompts")

@@ -11,6 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from specdec_cli.backends.server import times
+from specdec_cli.experiment.folders.conclusions import Best
 from specdec_cli.experiment.load.arrivals import process_of
 from specdec_cli.report.drawings.load import draw_load
 from specdec_cli.report.findings import best_by_batch_size
@@ -101,6 +102,7 @@ def test_servers_under_load(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert best["80"]["k"] == 3 and best["inf"]["by"] == "latency"
     assert found["crossover"] == {"below": 80.0, "above": None}
     assert found["best"] == best["80"] and found["best_by_batch_size"] == {}
+    assert best["80"].keys() == Best.model_fields.keys(), "every field that docs/python.md lists"
     figure, shown_run = Figure(), read_folder(run)
     assert draw_load(figure, shown_run, best_by_batch_size(shown_run))
     drawn = [list(line.get_xdata()) for axis in figure.axes for line in axis.lines]
@@ -339,6 +341,8 @@ def test_points_that_a_shard_lacks_are_compared_on_the_others_requests(
         (["--max-concurrency", "4"], "--max-concurrency"),
         (["--duration", "4"], "--duration"),
         (["--arrivals", "constant"], "--arrivals"),
+        (["--request-rate", "inf", "--duration", "4"], "load.duration_s: has no effect at"),
+        (["--request-rate", "inf", "--arrivals", "constant"], "has no effect at load.request_rate"),
         (
             ["--request-rate", "1", "--slo", "ttft:500"],
             "--slo: load.slo.ttft: expected a time with",

@@ -147,6 +147,7 @@ MALFORMED: dict[str, tuple[str | bytes, int, str]] = {
     "model-list": ("target: {model: [a, b]}\n", 1, 'target.model: should be text, not ["a", "b"]'),
     "model-blank": ("target: {model: ' '}\n", 1, "target.model: should be more than white space"),
     "draft-none": (GOOD + "draft: none\n", 2, 'not "none" (did you mean null?)'),
+    "draft-model-none": (GOOD + "draft: {model: none}\n", 2, "draft.model: none is no draft; use -k 0"),
     "draft-false": (GOOD + "draft: false\n", 2, "not false (did you mean null?)"),
     "device-number": (GOOD + "run: {device: 0}\n", 2, "run.device: should be text, not 0"),
     "device-newline": (GOOD + 'run: {device: "cpu\\n"}\n', 2, "run.device: should be auto, cpu"),

@@ -11,7 +11,13 @@ import pytest
 from specdec_cli.errors import UsageError
 from specdec_cli.prompts import Prompt, as_conversations, jsonl_of, read_prompts, unused_keys
 from specdec_cli.prompts.load import load_prompts
-from specdec_cli.prompts.records import CATEGORY_KEY, MEDIA_KEYS, MORE_KEYS, SYSTEM_KEYS
+from specdec_cli.prompts.records import (
+    CATEGORY_KEY,
+    MEDIA_KEYS,
+    MORE_KEYS,
+    PROMPT_KEYS,
+    SYSTEM_KEYS,
+)
 from specdec_cli.recipe import DataSection
 
 ASK, ANSWER, AGAIN = (
@@ -194,6 +200,11 @@ def test_parts_of_a_question_that_are_left_out_are_told(
 ) -> None:
     (found,) = read(tmp_path, row, column=column)
     assert found.unused == told
+
+
+def test_the_key_column_lists_the_columns_in_their_order() -> None:
+    told = (DataSection.model_fields["column"].description or "").partition("exists: ")[2]
+    assert [word for word in re.findall("[a-z_]+", told) if word in PROMPT_KEYS] == [*PROMPT_KEYS]
 
 
 def test_the_page_of_data_lists_the_keys_without_an_effect() -> None:

@@ -266,6 +266,10 @@ def best_at_rate(points: Sequence[Point], samples: Mapping[Key, Samples]) -> Bes
         speedup=chosen.point.speedup,
         significant=bool(chosen.point.k) and not lacks,
         verdict="inconclusive" if lacks else "use" if chosen.point.k else "none",
+        fastest=None,
+        tied_points=[],
+        needed=None,
+        per_category={},
     )
 
 

@@ -160,7 +160,7 @@ def _with_load(recipe: Recipe) -> Recipe:
         raise UsageError(f"--arrivals: {problem}") from None
     if process.kind != "file":
         return recipe
-    if len(load.request_rate) > 1 or load.request_rate == ("inf",):
+    if len(load.request_rate) > 1:
         given = ",".join(map(rate_name, load.request_rate))
         told = f"--request-rate {given}: the file of --arrivals has one rate, {process.own_rate:g}"
         raise UsageError(told, f"pass --request-rate {process.own_rate:g}")
