@@ -267,9 +267,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "youtu": {"model_type": "youtu"} | _LATENT,
 }
 
-for _name in ("mellum", "mimo_v2_flash"):  # transformers of before 5.23 may lack them
-    if _name not in CONFIG_MAPPING:
-        del FAMILIES[_name]
+LATER_FAMILIES = {"mellum", "mimo_v2_flash"}  # transformers of before 5.23 may lack them
+for _name in LATER_FAMILIES - set(CONFIG_MAPPING):
+    del FAMILIES[_name]
 
 
 def tiny_config(family: str, **changes: Any) -> Any:

@@ -8,6 +8,8 @@ import pytest
 from specdec_cli.core.figures import Metrics, Record
 from specdec_cli.experiment.folders import conclusions, records
 from specdec_cli.experiment.generation import Output
+from specdec_cli.experiment.served import _REMARKS as REMARKS
+from tests.support import FAMILIES, LATER_FAMILIES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -66,6 +68,20 @@ def test_every_field_of_a_document_is_described(kind: type[Record]) -> None:
     told = set(re.findall(r"`([a-z0-9_]+)`", text))
     told |= {f"{name}_ci" for name in told if f"`{name}` and `_ci`" in text}
     assert set(kind.model_fields) - told == set()
+
+
+def test_every_code_of_a_warning_is_on_a_page() -> None:
+    code = "".join(f.read_text("utf-8") for f in (ROOT / "specdec_cli").rglob("*.py"))
+    codes = {*re.findall(r'Notice\(\s*"(\w+)"', code), *REMARKS}
+    told = {one for page in PAGES for one in re.findall(r"`(\w+)`", page.read_text("utf-8"))}
+    assert len(codes) > 50 and codes - told == set()
+
+
+def test_the_number_of_families_is_that_of_the_tests() -> None:
+    count = len(FAMILIES.keys() | LATER_FAMILIES)
+    for page in ("README.md", "docs/correctness.md"):
+        text = " ".join((ROOT / page).read_text("utf-8").split())
+        assert f"{count} configurations" in text, page
 
 
 def test_every_kind_of_document_is_described() -> None:
