@@ -287,13 +287,9 @@ class LoadSection(Section):
 
     @model_validator(mode="after")
     def _counts_at_rates(self) -> Self:
-        fields = type(self).model_fields
-        ignored, told = list(fields), "needs load.request_rate (--request-rate)"
-        if self.request_rate is not None:
-            ignored = ["arrivals", "duration_s"] if self.request_rate == ("inf",) else []
-            told = "has no effect at load.request_rate inf, which sends all requests at once"
-        for key in ignored:
-            if getattr(self, key) != fields[key].default:
+        for key, info in type(self).model_fields.items() if self.request_rate is None else ():
+            if getattr(self, key) != info.default:
+                told = "needs load.request_rate (--request-rate)"
                 raise PydanticCustomError("load", "{told}", {"key": key, "told": told})
         return self
 

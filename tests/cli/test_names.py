@@ -312,6 +312,14 @@ def test_quiet_hides_progress_and_no_warning(
     assert "--dry-run" in given or len(louder) > len(lines)
 
 
+def test_keys_that_need_a_rate_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["sweep-k", "--k", "1", "--dry-run", "--duration", "4", "--request-rate"]
+    assert main([*asked, "inf"]) == 0
+    assert "come at once, and load.duration_s has no effect" in capsys.readouterr().err
+    assert main([*asked, "9,inf"]) == 0
+    assert "has no effect" not in capsys.readouterr().err
+
+
 def test_due_times_of_another_rate_than_asked(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -132,7 +132,7 @@ def plan_sweep(
             name = job.plan.proposer
             short = f"{name}: {short}" if len(jobs) > 1 else short
             found.append(Notice("draft_context", short, {"draft": name}))
-    found += _other_rate(recipe)
+    found += [*_other_rate(recipe), *_without_rate(recipe)]
     if shard is not None:
         place, count = shard
         jobs = [job.only(lambda index: index % count == place) for job in jobs]
@@ -160,7 +160,7 @@ def _with_load(recipe: Recipe) -> Recipe:
         raise UsageError(f"--arrivals: {problem}") from None
     if process.kind != "file":
         return recipe
-    if len(load.request_rate) > 1:
+    if len(load.request_rate) > 1 or load.request_rate == ("inf",):
         given = ",".join(map(rate_name, load.request_rate))
         told = f"--request-rate {given}: the file of --arrivals has one rate, {process.own_rate:g}"
         raise UsageError(told, f"pass --request-rate {process.own_rate:g}")
@@ -180,6 +180,18 @@ def _other_rate(recipe: Recipe) -> list[Notice]:
         f"{own:.3g}, or another file"
     )
     return [Notice("other_rate", told, {"request_rate": rates[0], "file": own})]
+
+
+def _without_rate(recipe: Recipe) -> list[Notice]:
+    """Return a warning if all requests come at once and keys that need a rate are set, otherwise
+    an empty list."""
+    load, fields = recipe.load, type(recipe.load).model_fields
+    keys = [key for key in ("arrivals", "duration_s") if getattr(load, key) != fields[key].default]
+    if load.request_rate != ("inf",) or not keys:
+        return []
+    names = ", ".join(f"load.{key}" for key in keys)
+    told = f"at request rate inf all requests come at once, and {names} has no effect"
+    return [Notice("without_rate", told, {"keys": keys})]
 
 
 def _draft_values(job: Job, usual: str) -> dict[str, Any] | None:
