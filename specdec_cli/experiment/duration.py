@@ -7,7 +7,7 @@ to load them again is not included.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -171,8 +171,10 @@ class DurationEstimate:
         rounds = sum(max(0, t) for t in texts) / self.tokens_a_round(key.k)
         return prefill + rounds / min(key.batch_size, num_prompts) * self.round_seconds(key)
 
-    def point_seconds(self, key: Key, num_prompts: int, most_warm_up: int | None = None) -> float:
-        """Estimate how many seconds the warm-ups and repeats of a point take.
+    def point_seconds(
+        self, key: Key, num_prompts: int, most_warm_up: int | None = None, *, repeats: int
+    ) -> float:
+        """Estimate how many seconds the warm-ups and `repeats` repeats of a point take.
 
         most_warm_up: the maximum number of new tokens per prompt in a warm-up; None if only the
             run's own maximum applies.
@@ -181,7 +183,7 @@ class DurationEstimate:
         most = min(most_warm_up or params.max_new_tokens, params.max_new_tokens)
         first = min(key.batch_size, num_prompts)
         warm_up = self.run_seconds(key, first, replace(params, max_new_tokens=most))
-        return run.repeats * self.run_seconds(key, num_prompts, params) + run.warmup * warm_up
+        return repeats * self.run_seconds(key, num_prompts, params) + run.warmup * warm_up
 
 
 def _shape_of(model: Draft) -> _Shape:
@@ -208,12 +210,15 @@ def _shape_of(model: Draft) -> _Shape:
 def total_seconds(
     jobs: Mapping[Key, Job],
     *,
+    measured: Collection[Key] | None = None,
     has_curve: bool = False,
     most_warm_up: int | None = None,
 ) -> float:
     """Estimate how many seconds it takes to measure all points. For each pair of degrees, new ranks
     are started, which load both models.
 
+    measured: the points to measure; None for all. The others are only warmed up, and timed for the
+        time curve.
     has_curve: whether a time curve is measured too.
     most_warm_up: as for `point_seconds`.
     """
@@ -226,7 +231,8 @@ def total_seconds(
     for key, job in jobs.items():
         count = len(job.prompts)
         estimate = DurationEstimate(job, speeds, (key.target_tp or 1, key.draft_tp or 1))
-        found += estimate.point_seconds(key, count, most_warm_up)
+        repeats = own_plan(job).recipe.run.repeats if measured is None or key in measured else 0
+        found += estimate.point_seconds(key, count, most_warm_up, repeats=repeats)
         if has_curve:
             parts = curve_parts(job, key.batch_size) / len(units_of(job, key.batch_size))
             found += estimate.run_seconds(key, max(1, round(parts * count)), job.plan.params)

@@ -102,6 +102,14 @@ def test_a_sweep_takes_its_repeats_warm_up_and_curve(monkeypatch: pytest.MonkeyP
     curve = sum(found.run_seconds(key, 4, params) for key in keys)
     assert total_seconds(keys) == pytest.approx(start + 2 * once)
     assert total_seconds(keys, has_curve=True) == pytest.approx(start + 2 * once + curve)
+    # Predicted points are timed for the curve and warmed up, but not measured.
+    warm = job_of("demo", 8, run__repeats=2, run__warmup=3)
+    every = dict.fromkeys([*keys, Key("d", 1, 1)], warm)
+    curve += sum(3 * found.run_seconds(key, 1, params) for key in every)
+    curve += found.run_seconds(Key("d", 1, 1), 4, params)
+    assert total_seconds(every, measured=list(keys), has_curve=True) == pytest.approx(
+        start + 2 * once + curve
+    )
     # Ranks of a comparison load models anew, for each pair that can run.
     degrees = ((1, 1), (2, 1))
     compared = {Key("d", 1, k, *pair): job for pair in degrees for k in (0, 2)}

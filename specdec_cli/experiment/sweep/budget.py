@@ -79,7 +79,7 @@ def _sizes(plan: SweepPlan) -> Iterator[Fit]:
 
 def sweep_seconds(plan: SweepPlan) -> float:
     """Estimate how many seconds a planned sweep takes."""
-    return total_seconds(plan.measured_jobs, has_curve=max(plan.settings.ks) > 0)
+    return total_seconds(**plan.cost)
 
 
 def _seconds(plan: SweepPlan, size: Fit) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from specdec_cli.backends.base import Backend
 from specdec_cli.core.types import Permissions
 from specdec_cli.errors import Notice, UsageError
-from specdec_cli.experiment.folders.records import Key, rate_in_words, rate_name
+from specdec_cli.experiment.folders.records import rate_in_words, rate_name
 from specdec_cli.experiment.generation import Job, dated, draft_context_warning, tokenised
 from specdec_cli.experiment.load.arrivals import process_of
 from specdec_cli.experiment.lossless_check import refuse_unfit
@@ -49,10 +49,16 @@ class SweepPlan:
         return len(self.jobs[0].prompts)
 
     @property
-    def measured_jobs(self) -> dict[Key, Job]:
-        """The points to measure, each with its job."""
-        jobs = dict(zip(self.settings.drafts, self.jobs, strict=True))
-        return {key: jobs.get(key.draft, self.jobs[0]) for key in self.settings.measured_keys}
+    def cost(self) -> dict[str, Any]:
+        """The arguments of `duration.total_seconds`: all points, each with its job, and those that
+        are measured, not predicted."""
+        s, jobs = self.settings, dict(zip(self.settings.drafts, self.jobs, strict=True))
+        keys = [key for b, rate in s.levels for key in s.keys(b, s.ks, rate)]
+        return {
+            "jobs": {key: jobs.get(key.draft, self.jobs[0]) for key in keys},
+            "measured": s.measured_keys,
+            "has_curve": max(s.ks) > 0,
+        }
 
     @property
     def num_samples(self) -> int:
@@ -283,7 +289,7 @@ def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]
     if plan.jobs[0].backend.is_native and s.offered is None:
         from specdec_cli.experiment.duration import estimated
 
-        line, seconds = estimated(plan.measured_jobs, has_curve=max(s.ks) > 0)
+        line, seconds = estimated(**plan.cost)
         text.append(line)
         if seconds["seconds"] > _LONG_S:
             text.append("--minutes 30 would take as many prompts, tokens and repeats as fit")
