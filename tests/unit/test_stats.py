@@ -170,3 +170,13 @@ def test_a_round_that_costs_twice_as_much_doubles_a_product() -> None:
     assert twice.value == pytest.approx(2 * once.value)
     low, high = once.interval(0) or (0.0, 0.0)
     assert low < once.value < high
+
+
+def test_the_best_of_many_errors_needs_a_farther_end() -> None:
+    """Independent errors need the most, and errors that are alike hardly any."""
+    assert stats.joint_reach(np.ones((1, 1)), 50) == 1.0
+    apart, alike = (stats.joint_reach(of, 10_000) for of in (np.eye(8), np.full((8, 8), 2.0)))
+    assert apart == pytest.approx(2.733 / 1.96, rel=0.02), "a chance of 2.5 % in all of 8"
+    assert alike == pytest.approx(1.0, rel=0.02)
+    assert stats.joint_reach(np.eye(8), 5) > apart, "few prompts have longer tails"
+    assert stats.joint_reach(np.diag([1.0, 0.0]), 9) == 1.0, "one does not vary"

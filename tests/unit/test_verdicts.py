@@ -76,7 +76,8 @@ def test_as_many_prompts_as_are_called_for_decide(gain: float) -> None:
 
 def test_what_is_needed_in_words() -> None:
     told = needed_in_words(Needed(prompts=1834, minutes=61.2), 5, is_disturbed=False)
-    assert told == "; about 1,900 prompts like these would decide, in about 62 minutes"
+    real = "if the gain is what it seems"
+    assert told == f"; about 1,900 prompts like these would decide, in about 62 minutes, {real}"
     again = needed_in_words(Needed(prompts=5, minutes=0.2), 5, is_disturbed=True)
     assert again == "; the same prompts again would decide, in a quiet minute"
     two = needed_for(1.4, None, 2, 0.0, 4, is_disturbed=False)
@@ -94,6 +95,33 @@ def test_few_prompts_cannot_tell_how_many_would_decide(count: int, is_disturbed:
         assert told.endswith("cannot tell how many would decide: measure at least 8")
         assert "again" not in told
     assert not needed_for(1.4, [1.2, 1.9], 8, 60.0, 1, is_disturbed=True).at_least
+
+
+def test_the_best_of_many_k_has_to_be_better_than_one_k_alone() -> None:
+    """k = 2 would be called faster alone, but not as the best of 8 k that differ by chance."""
+    rng, samples = random.Random(2), dict[Key, dict[int, Sample]]()
+    for k in (0, *range(2, 10)):
+        spread, gain = (0.2, 1.16 if k == 2 else 1.0) if k else (0.0, 1.0)
+        samples[Key("d", 1, k)] = {
+            i: changed(
+                sample(Pair(2, 1), 1, k, i),
+                decode_seconds=[rng.lognormvariate(0, spread) / gain],
+                draft="d",
+            )
+            for i in range(20)
+        }
+    plain = samples[Key("d", 1, 0)]
+    points = [
+        Point(k=key.k, batch_size=1, draft="d", **measured(key, own, plain, None, 0))
+        for key, own in samples.items()
+    ]
+    few, many = (recommend(of, measured_gains(of, samples), 0) for of in (points[:2], points))
+    ends = points[1].speedup_ci
+    assert ends is not None and ends[0] > 1.0
+    assert (few.k, few.verdict) == (2, "use"), few.reason
+    assert (many.k, many.verdict, many.significant) == (0, "inconclusive", False), many.reason
+    assert "is not faster beyond chance as the best of 8; about" in many.reason
+    assert many.needed and many.needed.prompts > 20
 
 
 def with_categories(prompts: dict[str, list[float]]) -> tuple[list[Point], Any, Any]:

@@ -17,8 +17,8 @@ from specdec_cli.experiment.folders.records import Pair, Point, Sample
 from specdec_cli.experiment.folders.samples import without_errors
 from specdec_cli.experiment.points import DISTURBED_BEYOND
 from specdec_cli.experiment.statistics import stats
-from specdec_cli.experiment.statistics.evidence import judged
-from specdec_cli.experiment.statistics.factors import choose
+from specdec_cli.experiment.statistics.evidence import claimed, judged
+from specdec_cli.experiment.statistics.factors import choose, reach_of
 from specdec_cli.experiment.statistics.noise import disturbances
 from specdec_cli.experiment.statistics.promise import compare_tokens
 from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed
@@ -114,11 +114,14 @@ def best_of(
             decided = Decision(stage=stage, saved_ms=saved, draft_tp=rival.draft_tp)
     gain = _against_plain(records, best, plain)
     ends = None if gain is None else stats.interval(gain, settings.seed)
-    measured = None
+    measured = claim = None
     if gain is not None:
+        tried = [_against_plain(records, p, plain) for p in candidates]
+        alike = [one for one in tried if one and len(one.columns) == len(gain.columns)]
+        claim = claimed(gain.value, ends, reach_of(alike))
         seconds = _seconds(records, candidates)
-        measured = gain.value, ends, len(gain.columns), seconds, batch_size
-    verdict, needed, told = judged(ends, [ends], measured, disturbed)
+        measured = gain.value, claim, len(gain.columns), seconds, batch_size
+    verdict, needed, told = judged(claim, [ends], measured, disturbed)
     return BestPair(
         target_tp=best.target_tp,
         draft_tp=best.draft_tp,

@@ -34,6 +34,15 @@ def verdict_of(chosen: Ends, others: Iterable[Ends], *, is_disturbed: bool) -> V
     return "none" if is_none else "inconclusive"
 
 
+def claimed(value: float, ends: Ends, reach: float) -> Ends:
+    """Return the interval of a gain with its lower end moved away, to claim the gain although it is
+    one of several that were tried.
+
+    reach: `stats.joint_reach` of all gains that were tried.
+    """
+    return None if ends is None else [value * (ends[0] / value) ** reach, ends[1]]
+
+
 def judged(
     chosen: Ends,
     others: Sequence[Ends],
@@ -65,7 +74,8 @@ def judged(
 def needed_for(
     gain: float, ends: Ends, count: int, seconds: float, batch_size: int, *, is_disturbed: bool
 ) -> Needed:
-    """Estimate how many prompts would settle whether a gain is real, with a chance of four in five.
+    """Estimate how many prompts would settle whether a gain is real, with a chance of four in five
+    if it is the true one. A gain that is smaller than it seems needs more.
 
     The question is settled if the interval shows that the gain is above 1, or that it is at most
     negligible. Further prompts are assumed to vary as much as the measured ones. If too few prompts
@@ -92,17 +102,18 @@ def needed_for(
 
 def needed_in_words(needed: Needed, count: int, *, is_disturbed: bool) -> str:
     """Describe the needed measurement, such as `; about 60 prompts like these would decide, in
-    about 4 minutes`. count: the number of measured prompts."""
+    about 4 minutes, if the gain is what it seems`. count: the number of measured prompts."""
     if needed.at_least:
         told = f"{counted(count, 'prompt')} cannot tell how many would decide: measure at least"
         return f"; {told} {needed.prompts:,}"
     which = f"about {rounded_up(needed.prompts):,} prompts like these"
+    provided = ", if the gain is what it seems"
     if needed.prompts == count:
-        which = "the same prompts again"
+        which, provided = "the same prompts again", ""
     time = ""
     if needed.minutes is not None:
         time = f", in {minutes_in_words(needed.minutes, is_quiet=is_disturbed)}"
-    return f"; {which} would decide{time}"
+    return f"; {which} would decide{time}{provided}"
 
 
 def minutes_in_words(minutes: float, *, is_quiet: bool) -> str:

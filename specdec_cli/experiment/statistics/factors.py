@@ -48,18 +48,22 @@ class MidRatio:
         Student's t. Fewer than 8 observations are not trimmed: trimming 4, for example, would leave
         two, and therefore only one degree of freedom.
         """
-        n = len(self.columns)
-        if n < 2:
+        if len(self.columns) < 2:
             return None
+        influence, kept = self.influence()
+        error = np.sqrt(_squares(influence[None], kept)[0, 0])
+        reach = float(stats.student(kept - 1) * error)
+        return [self.value * float(np.exp(-reach)), self.value * float(np.exp(reach))]
+
+    def influence(self) -> tuple[Array, int]:
+        """Return the winsorised effect of each observation on the logarithm of the measure, and the
+        number of observations that are not trimmed."""
+        n = len(self.columns)
         cut = n // 4 if n >= _FEW else 0
         ordered = np.sort(self.columns, axis=0)
         held = np.clip(self.columns, ordered[cut], ordered[n - 1 - cut])
         middles = np.array([midmean(column) for column in self.columns.T])
-        influence = (held / middles) @ np.array(self.powers, float)
-        kept = n - 2 * cut
-        error = np.sqrt(((influence - influence.mean()) ** 2).sum() / (kept * (kept - 1)))
-        reach = float(stats.student(kept - 1) * error)
-        return [self.value * float(np.exp(-reach)), self.value * float(np.exp(reach))]
+        return (held / middles) @ np.array(self.powers, float), n - 2 * cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,34 @@ Measure = SumRatio | Product
 def interval_of(measure: Measure, seed: int) -> list[float] | None:
     """Compute the 95 % interval of either kind of measure; None if it has no interval."""
     return measure.interval(seed) if isinstance(measure, Product) else stats.interval(measure, seed)
+
+
+def reach_of(measures: Sequence[Measure]) -> float:
+    """Return `stats.joint_reach` of several measures of one kind over the same observations.
+
+    Half the degrees of freedom are taken, because the errors of few, skewed prompts have longer
+    tails than Student's t: `scripts/proofs/intervals.py --claims` measures the effect.
+    """
+    usable = [m for m in measures if np.isfinite(m.value)]
+    prompts = [m.prompts if isinstance(m, Product) else m for m in usable]
+    if not prompts or (count := len(prompts[0].columns)) < stats.FEWEST:
+        return 1.0
+    covariance = _squares(np.stack([m.influence for m in prompts]), count)
+    parts = [m.parts.influence() for m in usable if isinstance(m, Product)]
+    if parts and (count := min(count, parts[0][1])) > 1:
+        covariance = covariance + _squares(np.stack([own for own, _ in parts]), parts[0][1])
+    return stats.joint_reach(covariance, max(1, (count - 1) // 2))
+
+
+def _squares(influences: Array, kept: int) -> Array:
+    """Compute the covariance [M, M] of the errors of M measures.
+
+    influences: the effect of each observation on each measure, [M, N].
+    kept: the number of observations that are not trimmed.
+    """
+    away = influences - influences.mean(axis=1, keepdims=True)
+    found: Array = away @ away.T / (kept * (kept - 1))
+    return found
 
 
 def midmean(values: Sequence[float] | Array) -> float:

@@ -31,6 +31,7 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)
 # would blow up the interval.
 _LEAST_ERROR = 0.25
 _NORMAL = NormalDist().inv_cdf(0.975)
+_DRAWS = 10_000  # random draws for the largest of several errors
 _FEW_WITHOUT = 0.1  # report rounds without proposals only if their share exceeds this
 _CHUNK = 2_000_000  # the maximum number of resample counts in memory at a time
 
@@ -58,6 +59,12 @@ class SumRatio:
         if len(self.columns) == 0 or (sums <= 0).any():
             return float("nan")
         return float(np.prod(sums ** np.array(self.powers, float)))
+
+    @property
+    def influence(self) -> Array:
+        """The effect of each prompt on the logarithm of the measure, to first order, [N]."""
+        found: Array = (self.columns / self.columns.mean(axis=0)) @ np.array(self.powers, float)
+        return found
 
     def over(self, other: "SumRatio") -> "SumRatio":
         """Divide this measure by another over the same prompts."""
@@ -172,6 +179,28 @@ def linear_interval(measure: SumRatio) -> list[float] | None:
     error = _error(x, np.ones((1, len(x))), np.array(measure.powers, float))[1][0]
     reach = student(len(x) - 1) * error
     return [value * float(np.exp(-reach)), value * float(np.exp(reach))] if error else None
+
+
+def joint_reach(covariance: Array, freedom: int) -> float:
+    """Return the factor by which lower ends of 95 % intervals must be farther away for the chance
+    that any of them is above its truth to stay at 2.5 %. It is 1 for one measure, and smaller the
+    more the measures vary alike.
+
+    The errors are drawn from a multivariate t distribution.
+
+    covariance: that of the errors of M measures, [M, M]; measures without error do not count.
+    freedom: the degrees of freedom from which the covariance is estimated.
+    """
+    varying = np.diag(covariance) > 1e-24
+    if freedom < 1 or varying.sum() < 2:
+        return 1.0
+    covariance = covariance[np.ix_(varying, varying)]
+    spread = np.sqrt(np.diag(covariance))
+    alike = covariance / np.outer(spread, spread)
+    rng = np.random.default_rng(0)
+    drawn = rng.multivariate_normal(np.zeros(len(alike)), alike, _DRAWS, "ignore", method="eigh")
+    largest = drawn.max(axis=1) / np.sqrt(rng.chisquare(freedom, _DRAWS) / freedom)
+    return max(1.0, float(np.quantile(largest, 0.975)) / student(freedom))
 
 
 def student(freedom: int) -> float:

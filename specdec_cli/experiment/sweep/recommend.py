@@ -7,8 +7,8 @@ from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import Arm, Best, Fastest
 from specdec_cli.experiment.folders.records import Key, Point
 from specdec_cli.experiment.folders.samples import Samples, prompts_by_category
-from specdec_cli.experiment.statistics.evidence import judged
-from specdec_cli.experiment.statistics.factors import choose
+from specdec_cli.experiment.statistics.evidence import Ends, claimed, judged
+from specdec_cli.experiment.statistics.factors import choose, reach_of
 from specdec_cli.experiment.statistics.stats import FEWEST
 from specdec_cli.experiment.sweep.gains import Gains, seconds_of
 from specdec_cli.recipe.choices.registry import without_draft
@@ -21,9 +21,10 @@ def recommend(
     """Recommend one of the points at one batch size. The points may have different drafts.
 
     Candidates are the points that are tied with the fastest point and significantly faster than
-    k = 0. The recommended draft is that of the fastest candidate, and k is the smallest among the
-    candidates with that draft. Without candidates, k is 0 ("no speculation"). If some points were
-    predicted instead of measured, predicted speed-ups are compared, by the same rules.
+    k = 0, as the best of all points that were tried (`stats.joint_reach`). The recommended draft is
+    that of the fastest candidate, and k is the smallest among the candidates with that draft.
+    Without candidates, k is 0 ("no speculation"). If some points were predicted instead of
+    measured, predicted speed-ups are compared, by the same rules.
 
     disturbed: warnings that something disturbed the times. If there are any, no recommendation is
         called significant.
@@ -34,7 +35,18 @@ def recommend(
     choice = choose([gains.of(p) for p in candidates], seed)
     tied = [candidates[i] for i in choice.tied]
     fastest = candidates[choice.best]
-    paying = [p for p in tied if _pays(p, gains)]
+    proposing = [p for p in candidates if p.k]
+    reach = reach_of([gains.of(p) for p in proposing])
+
+    def claim(point: Point) -> Ends:
+        return claimed(gains.value(point), gains.interval(point), reach)
+
+    def pays(point: Point) -> bool:
+        # A speed-up without an interval only has to be above 1.
+        ends = claim(point)
+        return point.k > 0 and (ends[0] if ends is not None else gains.value(point)) > 1.0
+
+    paying = [p for p in tied if pays(p)]
     if paying:
         # Take the draft of the fastest point or, if that point is not significantly faster than
         # k = 0, of the fastest point that is. A smaller k is preferred only for the same draft,
@@ -46,13 +58,12 @@ def recommend(
     # Add the chosen k, which `tied` may lack: after an interruption, the comparison with k = 0 and
     # the comparison with the other points may be over different prompts.
     same_draft = {chosen.k} | {p.k for p in tied if p.draft == chosen.draft or p.k == 0}
-    proposing = [p for p in candidates if p.k]
     ends = [gains.interval(p) for p in proposing]
-    own = gains.interval(chosen) if chosen.k else None
+    own = claim(chosen) if chosen.k else None
     found = None
     if (leader := max(proposing, key=gains.value, default=None)) is not None:
         measured = len(gains.prompts), gains.seconds
-        found = gains.value(leader), gains.interval(leader), *measured, leader.batch_size
+        found = gains.value(leader), claim(leader), *measured, leader.batch_size
     verdict, needed, doubt = judged(own, ends, found, disturbed)
     basis = ""
     if gains.is_predicted:
@@ -121,13 +132,6 @@ def in_words(k: int, draft: str | None, *, with_draft: bool) -> str:
     return f"k = {k} with {'' if without_draft(draft) else 'draft '}{draft}"
 
 
-def _pays(point: Point, gains: Gains) -> bool:
-    """Return True if a point is significantly faster than k = 0. If its speed-up has no interval,
-    it only has to be faster."""
-    ends = gains.interval(point)
-    return point.k > 0 and (ends[0] if ends is not None else gains.value(point)) > 1.0
-
-
 def _reason(
     chosen: Point, fastest: Point, gains: Gains, least_tied: int, *, with_draft: bool, is_open: bool
 ) -> str:
@@ -149,7 +153,9 @@ def _reason(
         doubt = ", but one may be" if is_open and is_possible else ""
         return f"{none}no k is faster than k = 0{over}{doubt}"
     if chosen.k == 0:
-        return f"{none}the fastest, {leader} at {gain}, is not faster beyond chance"
+        own, tried = gains.interval(fastest), sum(p.k > 0 for p in gains.points)
+        among = f" as the best of {tried}" if own is not None and own[0] > 1.0 else ""
+        return f"{none}the fastest, {leader} at {gain}, is not faster beyond chance{among}"
     if chosen is fastest:
         found = f"{which} is the fastest, {gain}"
         if least_tied < chosen.k:
