@@ -1,4 +1,4 @@
-"""Coverage of goodput's interval, and calls of overload, on simulated servers.
+"""Coverage of intervals of goodput and speed-ups, and calls of overload, on simulated servers.
 
 Requests arrive at a server that answers some of them at a time and takes the others in order. Each
 needs work with a gamma distribution of mean 1, like texts of some length. The more requests a
@@ -6,6 +6,7 @@ server answers at a time, the longer each may take. The share of requests that a
 is known from long runs.
 
     python scripts/proofs/load.py [--trials N] [--arrivals gamma:SHAPE] [--slo ttft] [--unseen]
+    python scripts/proofs/load.py --speedups [--trials N] [--unseen]
 
 The constants of the interval were chosen on the servers of `SERVERS`, with Poisson arrivals and
 with gamma:0.4. `--unseen` takes the servers of `UNSEEN` in their place.
@@ -23,12 +24,14 @@ import numpy.typing as npt
 from specdec_cli.core.types import Request
 from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.load.arrivals import process_of
-from specdec_cli.experiment.load.goodput import share_interval
+from specdec_cli.experiment.load.goodput import ratio_interval, share_interval
 from specdec_cli.experiment.load.measuring import Stream, crowding, is_overloaded, stretch_of
 
 _LONG, _SETTLED, _RUNS = 3000, 1000, 400
 _FIRST = 0.1  # the mean time to a first token without waiting
 SHARES = (0.1, 0.5, 0.9)
+GAINS = (1.0, 1.15, 1.5)  # how much less work a request is at some k than at k = 0
+_UNLIKE = 0.3  # the standard deviation of a request's work between two k, on a logarithmic scale
 _SHOWN = 0.1  # cells with an interval in fewer runs show only their share
 Array = npt.NDArray[np.float64]
 
@@ -69,16 +72,23 @@ UNSEEN = {
 
 
 def simulate(
-    rng: np.random.Generator, server: Server, load: float, shape: float, runs: int, count: int
+    rng: np.random.Generator,
+    server: Server,
+    load: float,
+    shape: float,
+    runs: int,
+    count: int,
+    factor: Array | float = 1.0,
 ) -> tuple[Array, Array, Array]:
     """The times at which requests are due, have a first token and are done, of shape (runs, count).
     All runs begin empty.
 
-    load: the share of the capacity. shape: that of the gaps between requests.
+    load: the share of the capacity. shape: that of the gaps between requests. factor: that of the
+    work of each request, (runs, count).
     """
     gaps = rng.gamma(shape, 1 / (load * server.capacity() * shape), (runs, count))
     due, texts = np.cumsum(gaps, 1), server.texts
-    work = rng.gamma(texts, 1 / texts, (runs, count))
+    work = rng.gamma(texts, 1 / texts, (runs, count)) * factor
     later = np.concatenate([due, np.full((runs, 1), np.inf)], 1)
     every, pace = np.arange(runs), server.pace(np.arange(server.slots + 1))
     ends = np.full((runs, server.slots), np.inf)  # by the work of one request since the start
@@ -148,7 +158,8 @@ def coverage(
                 continue
             part, beside, is_slow = window
             size, took = size + 1, latencies[run, part]
-            crowd = crowding([took.tolist()], beside.tolist())
+            kinds = [took.tolist(), (done - due)[run, part].tolist()]
+            crowd = crowding(kinds, beside.tolist())
             ends = [share_interval((took <= bound).tolist(), crowd) for bound in most]
             if is_slow or None in ends:
                 continue
@@ -156,6 +167,62 @@ def coverage(
             for place, (end, truth) in enumerate(zip(ends, truths, strict=True)):
                 hits[place] += end is not None and end[0] <= truth <= end[1]
         found.append((shown / size, [one / size for one in hits]))
+    return found
+
+
+def _pair(
+    rng: np.random.Generator, server: Server, load: float, gain: float, runs: int, count: int
+) -> tuple[Array, Array, Array]:
+    """The times at which requests are due, and done at k = 0 and at another k. Their work differs
+    at random, and by `gain`."""
+    seed, done = int(rng.integers(2**31)), []
+    for one in (1.0, gain):
+        unlike = rng.normal(-(_UNLIKE**2) / 2, _UNLIKE, (runs, count))
+        own = np.random.default_rng(seed)
+        due, _, ends = simulate(own, server, load, 1.0, runs, count, np.exp(unlike) / one)
+        done.append(ends)
+    return due, *done
+
+
+def speedups(
+    rng: np.random.Generator,
+    server: Server,
+    load: float,
+    gain: float,
+    counts: tuple[int, ...],
+    trials: int,
+) -> list[tuple[int, int, int, int]]:
+    """For each number of measured requests: the number of runs in which neither k is overloaded,
+    those with an interval of the speed-up, those whose interval holds the true one, and those that
+    call the other k faster."""
+    truth = 1.0
+    if gain != 1.0:
+        due, plain, fast = _pair(rng, server, load, gain, _RUNS // 4, _LONG)
+        took = [(done - due)[:, _SETTLED:-_SETTLED].mean() for done in (plain, fast)]
+        truth = float(took[0] / took[1])
+    due, plain, fast = _pair(rng, server, load, gain, trials, max(counts) * 3 // 2 + 100)
+    found = []
+    for count in counts:
+        known = given = held = faster = 0
+        for run in range(trials):
+            windows = [window_of(due[run], done[run], count) for done in (plain, fast)]
+            if any(one is None or one[2] for one in windows):
+                continue
+            part = next(one[0] for one in windows if one is not None)
+            took = [(done - due)[run, part].tolist() for done in (plain, fast)]
+            crowds = [
+                crowding([own], one[1].tolist())
+                for own, one in zip(took, windows, strict=True)
+                if one is not None
+            ]
+            ends = ratio_interval(took[0], took[1], max(crowds))
+            assert ends is not None
+            known += 1
+            faster += ends[0] > 1.0
+            if max(crowds) <= 1:
+                given += 1
+                held += ends[0] <= truth <= ends[1]
+        found.append((known, given, held, faster))
     return found
 
 
@@ -190,14 +257,38 @@ def overloaded(
     return calls / trials
 
 
+def _print_speedups(rng: np.random.Generator, servers: dict[str, Server], trials: int) -> None:
+    print(
+        "| gain | of | with an interval | that holds the truth | called faster |\n"
+        "|---|---|---|---|---|"
+    )
+    for gain in GAINS:
+        sums = defaultdict[str, Any](lambda: np.zeros(4, int))
+        for server in servers.values():
+            for load in (0.3, 0.6, 0.8, 0.9):
+                counts = (30, 60, 200, 600)
+                rows = speedups(rng, server, load, gain, counts, trials)
+                for count, row in zip(counts, rows, strict=True):
+                    for group in ("all", f"load {load}", f"{count} requests"):
+                        sums[group] += row
+        for group, (known, given, held, faster) in sums.items():
+            shares = given / known, held / max(1, given), faster / known
+            told = " | ".join(f"{100 * one:.1f} %" for one in shares)
+            print(f"| {gain} | {group} | {told} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--arrivals", default="poisson")
     parser.add_argument("--slo", choices=("e2el", "ttft"), default="e2el")
     parser.add_argument("--unseen", action="store_true")
+    parser.add_argument("--speedups", action="store_true")
     args, rng = parser.parse_args(), np.random.default_rng(1)
     trials, shape = args.trials, process_of(args.arrivals).shape
+    if args.speedups:
+        _print_speedups(rng, UNSEEN if args.unseen else SERVERS, trials)
+        return
     counts = (30, 60, 200, 600, 2000)
     print(f"coverage of the 95 % interval at {SHARES} good requests (runs with one), {trials} runs")
     print(f"| server | load | {' | '.join(map(str, counts))} |")

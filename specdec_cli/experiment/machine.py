@@ -61,10 +61,13 @@ class MachineWatch:
     device: the device of a backend's plan.
     ranks: the number of ranks on this host, which wait for each other and may outnumber the
     processors.
+    idles: whether the process sleeps while no request is due, so that its processor time says
+    nothing.
     """
 
     device: Any
     ranks: int = 1
+    idles: bool = False
     _stretches: list[list[_Reading]] = field(default_factory=list)
     _gpu: Any = None
 
@@ -104,7 +107,8 @@ class MachineWatch:
                 f"{100 * worst:.0f} % of the time; {_ALONE}, or with --threads below the free cores"
             )
             return [Notice("cpu_starved", told, evidence | {"waited_share_of_a_half": most})]
-        if self.ranks == 1 and self.device.type == "cpu" and process / wall < _LEAST_RUNNING:
+        is_alone = self.ranks == 1 and self.device.type == "cpu" and not self.idles
+        if is_alone and process / wall < _LEAST_RUNNING:
             told = (
                 f"this process ran for {process:.1f} s of {wall:.1f} s: other work, or a limit, "
                 f"took the processor; {_ALONE}, or lift the limit"

@@ -11,8 +11,10 @@ import pytest
 from matplotlib.figure import Figure
 
 from specdec_cli.backends.server import times
+from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import Best
 from specdec_cli.experiment.load.arrivals import process_of
+from specdec_cli.experiment.machine import MachineWatch
 from specdec_cli.report.drawings.load import draw_load
 from specdec_cli.report.findings import best_by_batch_size
 from specdec_cli.report.folder import read_folder
@@ -257,9 +259,23 @@ def test_a_load_goes_on_after_plain_decoding(
     assert [p["status"] for p in found["points"]] == ["ok", "ok"]
 
 
-def test_our_own_engine_under_load(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_our_own_engine_under_load(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine is watched while requests arrive, and what disturbs it leaves no verdict."""
+    seen = []
+
+    def notices(watch: MachineWatch) -> list[Notice]:
+        seen.append([len(one) for one in watch._stretches])
+        return [Notice("cpu_load", "9.0 processes were ready to run")]
+
+    monkeypatch.setattr(MachineWatch, "notices", notices)
     words = ("--k", "0,2", "--request-rate", "30", "--max-concurrency", 2, "--slo", "ttft:9s")
-    found = swept(capsys, *words, "--set", "run.repeats=4", "-o", tmp_path / "a")
+    more = ("--set", "run.repeats=4", "-o", tmp_path / "a", "--strict")
+    found = swept(capsys, *words, *more, code=3)
+    assert len(seen[-1]) == 2 and min(seen[-1]) > 2, "readings of two points"
+    assert "cpu_load" in codes(found) and found["best"]["verdict"] == "inconclusive"
+    assert "times were disturbed (cpu_load)" in found["best"]["reason"]
     assert found["tokens"]["identical"] and found["tokens"]["must_be_identical"]
     for k in (0, 2):
         p = point(found, k, 30.0)

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from specdec_cli.core.figures import Rate
 from specdec_cli.core.types import Request
+from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import Best, Crossover, SweepSummary
 from specdec_cli.experiment.folders.records import Key, Point, Sample, Stretch
 from specdec_cli.experiment.load.arrivals import (
@@ -200,6 +201,21 @@ def test_a_ratio_s_interval_is_paired() -> None:
     assert ratio_interval(one[:15], other[:15]) is None and ratio_interval([], []) is None
 
 
+def test_short_windows_show_too_small_a_ratio() -> None:
+    one = [10.0 + i % 7 * (i % 5) for i in range(64)]
+    other = [x * (0.5 if i % 3 else 0.7) for i, x in enumerate(one)]
+    value, halves = sum(one) / sum(other), []
+    for crowded, reach in ((0.0, 1.0), (0.5, 1.0), (0.0, 2.0)):
+        low, high = ratio_interval(one, other, crowded, reach) or (0.0, 0.0)
+        halves.append((math.log(value / low), math.log(high / value)))
+    half = halves[0][0]
+    assert halves[0] == pytest.approx((half, half))
+    assert halves[1] == pytest.approx((1.075 * half, 2 * half)), "the end away from 1 is farther"
+    assert halves[2] == pytest.approx((2 * half, 2 * half))
+    low, high = ratio_interval(other, one, 0.5) or (0.0, 0.0)
+    assert (math.log(high * value), math.log(1 / value / low)) == pytest.approx(halves[1])
+
+
 @pytest.fixture(scope="module")
 def proof() -> ModuleType:
     file = Path(__file__).parents[2] / "scripts" / "proofs" / "load.py"
@@ -270,6 +286,15 @@ def test_overload_on_queues(
 ) -> None:
     rng = np.random.default_rng(6)
     assert least <= proof.overloaded(rng, load, 4, count, 100) <= most
+
+
+@pytest.mark.parametrize("count", [60, 200])
+def test_near_saturation_no_k_is_faster_by_chance(proof: ModuleType, count: int) -> None:
+    rng, queue = np.random.default_rng(9), proof.SERVERS["1 in turn"]
+    ((known, given, _, faster),) = proof.speedups(rng, queue, 0.9, 1.0, (count,), 300)
+    assert known > 150 and given < 0.05 * known and faster <= 0.03 * known
+    ((known, given, held, _),) = proof.speedups(rng, queue, 0.3, 1.5, (200,), 200)
+    assert given > 0.9 * known and held >= 0.92 * given
 
 
 def test_requests_under_way() -> None:
@@ -361,8 +386,8 @@ def sample(k: int, number: int, e2el: float, *, due: float = 0.0, ok: bool = Tru
 def stretch(k: int, crowding: float = 0.0, *, overloaded: bool = False) -> Stretch:
     return Stretch(
         **Key("d", 0, k, request_rate=4.0).as_dict(), window_seconds=40.0, num_requests=160,
-        num_answered=120, num_unmeasured=7, max_in_flight=9, overloaded=overloaded,
-        crowding=crowding,
+        num_answered=100 if overloaded else 120, num_unmeasured=7, max_in_flight=9,
+        overloaded=overloaded, crowding=crowding,
     )  # fmt: skip
 
 
@@ -409,12 +434,12 @@ def test_a_window_that_is_short_against_its_queue_has_no_interval() -> None:
     assert plain is not None and crowded is not None
     assert crowded.goodput == plain.goodput and plain.goodput_ci is not None
     assert crowded.goodput_ci is None and crowded.slo_attainment_ci is None
-    windows = {Key.of(one): {0: stretch(one.k, 2.7)} for one in found}
-    (told,) = load_warnings(found, windows)
+    assert crowded.crowding == 2.7 and found[1].speedup_ci is None
+    (told,) = load_warnings(found)
     assert told.code == "autocorrelated" and "k = 2" in told.message
     assert told.message.endswith("raise --duration to 432 or more"), "4 x 2.7 x 40 s"
     assert told.evidence["draft"] == "d"
-    (told,) = load_warnings(points_of({0: wave(100.0)}, {}, overloaded=(0,))[0], {})
+    (told,) = load_warnings(points_of({0: wave(100.0)}, {}, overloaded=(0,))[0])
     assert told.code == "overloaded" and told.evidence["draft"] is None
     wider, _ = points_of({0: wave(100.0), 1: wave(100.0)}, {"e2el_ms": 110.0}, crowded={1: 0.5})
     ends = [one.load.slo_attainment_ci for one in wider if one.load is not None]
@@ -429,7 +454,7 @@ def test_an_overloaded_point_has_no_latency() -> None:
     assert plain.speedup is None and fast.speedup is None, "there is nothing to compare with"
     for spread in (plain.metrics.ttft_ms, plain.metrics.tpot_ms, plain.metrics.e2el_ms):
         assert spread is not None and spread.mean is None
-    assert plain.load.goodput is None and plain.load.achieved_rate == 3.0
+    assert plain.load.goodput is None and plain.load.achieved_rate == 2.5
     assert fast.load.goodput is not None
 
 
@@ -462,7 +487,7 @@ def test_the_best_at_a_rate(
     assert (found.k, found.tied, found.by) == (k, tied, by), found.reason
     assert (found.draft is None) == (not k)
     if k is None:
-        assert "overloaded" in found.reason and "3" in found.reason
+        assert "overloaded" in found.reason and "2.5" in found.reason
 
 
 def test_without_k_0_nothing_is_recommended() -> None:
@@ -480,6 +505,37 @@ def test_without_k_0_nothing_is_recommended() -> None:
     assert (found.k, found.verdict, found.significant) == (4, "use", True)
     assert "since k = 0 cannot keep up" in found.reason
     assert crossover({4.0: found}) == Crossover(below=4.0, above=None)
+    points, samples = points_of(times, {}, overloaded=(0,))
+    assert points[0].load is not None
+    alike = points[0].load.model_copy(update={"achieved_rate": 3.0 / 1.09})
+    points[0] = points[0].model_copy(update={"load": alike})
+    found = best_at_rate(points, samples)
+    assert (found.verdict, found.significant) == ("inconclusive", False)
+    assert "k = 0 is overloaded, but answers about as many requests" in found.reason
+
+
+def test_what_a_short_or_disturbed_window_shows() -> None:
+    times = {0: wave(100.0), 2: unlike(95.0, 1, 0.01), 4: wave(101.0)}
+    for crowded, verdict in ((0.0, "use"), (9.0, "use"), (90.0, "inconclusive")):
+        points, samples = points_of(times, {}, crowded={0: crowded})
+        found = best_at_rate(points, samples)
+        assert found.verdict == verdict, found.reason
+        assert (points[1].speedup_ci is None) == (crowded > 1)
+    assert "the queue lasts too long for this window: raise --duration" in found.reason
+    calm = {0: wave(100.0), 2: wave(101.0)}
+    verdicts = [best_at_rate(*points_of(calm, {}, crowded={0: x})).verdict for x in (0.9, 1.1)]
+    assert verdicts == ["none", "inconclusive"], "a calm window may lack the crowds"
+    noisy = best_at_rate(*points_of(times, {}), [Notice("cpu_load", "…")])
+    assert (noisy.verdict, noisy.significant) == ("inconclusive", False)
+    assert "times were disturbed (cpu_load), so nothing is shown" in noisy.reason
+
+
+def test_the_best_of_several_k_at_a_rate_has_to_be_better_than_one_alone() -> None:
+    times = {k: unlike(100.0 if k != 2 else 95.0, k + 3, 0.25) for k in range(9)}
+    few = best_at_rate(*points_of({k: times[k] for k in (0, 2)}, {}))
+    many = best_at_rate(*points_of(times, {}))
+    assert (few.k, few.verdict) == (2, "use"), few.reason
+    assert many.verdict == "inconclusive", many.reason
 
 
 def unlike(level: float, place: int, size: float) -> Callable[[int], float]:

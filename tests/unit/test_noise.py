@@ -254,9 +254,9 @@ def test_a_prediction_that_is_off_says_by_how_much_and_in_which_direction() -> N
 def test_the_machine_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sign has its warning, and a calm machine none."""
 
-    def told(seconds: int = 10, **changes: Any) -> list[str]:
+    def told(seconds: int = 10, *, idles: bool = False, **changes: Any) -> list[str]:
         """Seconds in readings a second apart, which gain `changes` (totals) or have them."""
-        watch = MachineWatch(torch.device("cpu"))
+        watch = MachineWatch(torch.device("cpu"), idles=idles)
         calm = {"process": 0.98, "waited": 0.001, "throttled": 0.0}
         for second in range(seconds + 1):
             totals = {name: changes.get(name, step) * second for name, step in calm.items()}
@@ -277,6 +277,8 @@ def test_the_machine_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert told() == []
     assert told(waited=0.3) == told(process=0.6) == ["cpu_starved"]
+    assert told(process=0.1, idles=True) == [], "it sleeps until requests are due"
+    assert told(waited=0.3, idles=True) == ["cpu_starved"]
     assert told(throttled=0.2) == ["cpu_throttled"]
     assert told(runnable=999) == ["cpu_load"]
     assert told(slowed=0x8) == ["gpu_throttled"] and told(slowed=0x4) == []

@@ -343,8 +343,8 @@ class Stretch(OfPoint):
         measured.
     num_unmeasured: the number of requests that were due but are not measured.
     max_in_flight: the largest number of requests that were due but not answered at one time.
-    crowding: how many requests are needed to compute an interval of goodput, divided by how many
-        were measured; see `experiment.load.measuring.crowding`. If it is above 1, the window is too
+    crowding: how many requests are needed to compute an interval, divided by how many were
+        measured; see `experiment.load.measuring.crowding`. If it is above 1, the window is too
         short.
     shard: the number of the shard, in merged folders.
     """
@@ -368,6 +368,7 @@ class Load(Record):
 
     offered_rate, goodput: None if all requests arrive at once.
     slo: the latency objectives in milliseconds, by the name of the latency.
+    crowding: the largest of the point's windows; see `Stretch`.
     """
 
     arrivals: Name
@@ -386,6 +387,7 @@ class Load(Record):
     slo_attainment_ci: Interval
     goodput: Figure
     goodput_ci: Interval
+    crowding: Time = 0.0
 
 
 def rate_name(rate: Rate) -> str:

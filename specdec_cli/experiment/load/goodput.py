@@ -26,6 +26,10 @@ _MISSED = 6.0
 # and even more rarely in short windows, so that most of the allowed 5 % of misses are left to the
 # upper end.
 _UPPER, _LESS = 0.92, 0.25
+# The end of a ratio's interval that is nearer to 1 is farther away by this share for each unit of
+# crowding. The other end is farther away by more, because a window that is calm by chance shows too
+# small a difference: the slower point lacks its crowds.
+_NEARER, _FARTHER = 0.15, 2.0
 
 
 def meets(objectives: Mapping[str, float], latencies: Mapping[str, float | None]) -> bool:
@@ -56,8 +60,13 @@ def block_means(values: Sequence[float]) -> list[float]:
     return [float(np.mean(values[block])) for block in blocks(len(values))]
 
 
-def mean_interval(means: Sequence[float]) -> list[float] | None:
+def mean_interval(
+    means: Sequence[float], crowding: float = 0.0, reach: float = 1.0
+) -> list[float] | None:
     """Return Student's 95 % interval of the mean over blocks; None without blocks.
+
+    crowding: the result of `measuring.crowding`.
+    reach: how many times as far the ends are from the mean; see `stats.joint_reach`.
 
     The interval is widened to allow for the correlation of neighbouring blocks, which are modelled
     as a first-order autoregressive process. The estimated correlation is on average too low by
@@ -65,8 +74,8 @@ def mean_interval(means: Sequence[float]) -> list[float] | None:
     """
     if len(means) < _FEWEST_BLOCKS:
         return None
-    middle, reach = float(np.mean(means)), _reach(means)
-    return [middle - reach, middle + reach]
+    middle, half = float(np.mean(means)), reach * (1 + _NEARER * crowding) * _reach(means)
+    return [middle - half, middle + half]
 
 
 def _reach(means: Sequence[float]) -> float:
@@ -80,20 +89,32 @@ def _reach(means: Sequence[float]) -> float:
     return student(count - 1) * error
 
 
-def ratio_interval(one: Sequence[float], other: Sequence[float]) -> list[float] | None:
+def differences(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Return the block means of the difference `one[i] / mean(one) - other[i] / mean(other)`. To
+    first order, the logarithm of the ratio of the two means varies like the mean of it."""
+    upper, lower = (float(np.mean(of)) if len(of) else 1.0 for of in (one, other))
+    pairs = zip(block_means(one), block_means(other), strict=True)
+    return [a / upper - b / lower for a, b in pairs]
+
+
+def ratio_interval(
+    one: Sequence[float], other: Sequence[float], crowding: float = 0.0, reach: float = 1.0
+) -> list[float] | None:
     """Return the 95 % interval of the ratio of two means over the same requests, such as their
     times at two k. Return None for too few requests.
 
-    To first order, the logarithm of the ratio varies like the mean of the difference `one[i] /
-    mean(one) - other[i] / mean(other)`. The interval is computed from the block means of that
-    difference.
+    crowding: the larger result of `measuring.crowding` of the two. Above 1, only the end that is
+        nearer to 1 holds.
+    reach: how many times as far the ends are from the ratio; see `stats.joint_reach`.
     """
     if len(one) < FEWEST:
         return None
-    upper, lower = float(np.mean(one)), float(np.mean(other))
-    pairs = zip(block_means(one), block_means(other), strict=True)
-    reach = float(np.exp(_reach([a / upper - b / lower for a, b in pairs])))
-    return [upper / lower / reach, upper / lower * reach]
+    value = float(np.mean(one)) / float(np.mean(other))
+    half = reach * _reach(differences(one, other))
+    low, high = half * (1 + _NEARER * crowding), half * (1 + _FARTHER * crowding)
+    if value < 1:
+        low, high = high, low
+    return [value / float(np.exp(low)), value * float(np.exp(high))]
 
 
 def share_interval(met: Sequence[bool], crowding: float = 0.0) -> list[float] | None:

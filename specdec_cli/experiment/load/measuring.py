@@ -29,17 +29,17 @@ from specdec_cli.experiment.load.arrivals import (
 from specdec_cli.experiment.load.goodput import FEWEST
 from specdec_cli.experiment.measure import sample_of
 
-# For each request that is in flight on average, an interval of goodput needs
+# For each request that is in flight on average, an interval needs
 # `_NEEDED + _FOLLOWING * r**2` requests, where r is the correlation of latencies with the number of
 # requests in flight.
 _NEEDED, _FOLLOWING = 10.0, 200.0
 
 
 def crowding(latencies: Iterable[Sequence[float | None]], under_way: Sequence[int]) -> float:
-    """Return the number of requests that an interval of goodput needs, divided by the number in the
-    window. Above 1, the window is too short.
+    """Return the number of requests that an interval needs, divided by the number in the window.
+    Above 1, the window is too short.
 
-    latencies: for each objective, the latency of every request; None for a request without one.
+    latencies: the latencies of every request, of each kind; None for a request without one.
     under_way: the number of requests in flight when each request arrived, itself included.
 
     Requests in flight together affect each other, so they are not independent observations. By
@@ -80,7 +80,7 @@ def stretch_of(
     due, done: when each request was due, and when it was answered, by the request's number, in
     seconds on one clock. The measured requests have the lowest numbers. Requests that were due
     after the last measured request was answered were never sent, and are ignored.
-    latencies: for each objective, the latencies of the measured requests.
+    latencies: the latencies of the measured requests, of each kind.
     failed: the numbers of requests whose answers are errors. They are no longer in flight, but do
     not count as answered.
     """
@@ -275,7 +275,8 @@ def measure_at_rate(
     last = next((n for n in reversed(range(len(samples))) if samples[n].could_run), None)
     if last is not None:
         samples[last] = _with_common(samples[last], list(found.values()))
-    latencies = [[next(iter(getattr(s, name)), None) for s in samples] for name in offered.slo]
+    names = {"e2el_ms", *offered.slo}
+    latencies = [[next(iter(getattr(s, name)), None) for s in samples] for name in names]
     stretch = stretch_of(
         key, stream.num_measured, due, stream.done, latencies, failed=stream.failed
     )

@@ -22,6 +22,7 @@ from specdec_cli.experiment.load.goodput import (
     FEWEST,
     block_means,
     blocks,
+    differences,
     mean_interval,
     meets,
     ratio_interval,
@@ -29,8 +30,10 @@ from specdec_cli.experiment.load.goodput import (
 )
 from specdec_cli.experiment.points import Failure, measured
 from specdec_cli.experiment.statistics.evidence import NEGLIGIBLE
+from specdec_cli.experiment.statistics.stats import joint_reach
 
 _LONGER = 4.0  # recommended duration, as a multiple of the shortest window with an interval
+_MORE = 1.1  # a point that answers this many times as many requests as another keeps up better
 _LATE = 0.05  # smallest send delay to report, as a share of the mean gap between requests
 _NO_LATENCIES = {name: Spread.of([]) for name in ("ttft_ms", "tpot_ms", "e2el_ms")}
 
@@ -53,7 +56,9 @@ def points_at_rate(
             plain = baseline_key(samples, key)
             of_plain = stretches.get(plain, {}).values()
             is_slow = load.overloaded or any(one.overloaded for one in of_plain)
-            gain = _gain(own, {} if is_slow or plain in failures else samples.get(plain, {}))
+            crowding = max([load.crowding, *(one.crowding for one in of_plain)])
+            others = {} if is_slow or plain in failures else samples.get(plain, {})
+            gain = _gain(own, others, crowding)
             # Latencies are measured from the due time. An overloaded point has no latencies,
             # because they grow without bound.
             whole = {"e2el_ms": Spread.of([ms for s in own.values() for ms in s.e2el_ms])}
@@ -74,9 +79,9 @@ def load_of(key: Key, samples: Samples, stretches: Sequence[Stretch], offered: O
     overloaded = any(one.overloaded for one in stretches)
     is_shown = bool(offered.slo) and not overloaded
     met = is_met(ordered, offered.slo) if is_shown else []
-    share, ends = float(np.mean(met)) if is_shown else None, None
-    if is_shown:
-        ends = share_interval(met, max(one.crowding for one in stretches))
+    crowding = max(one.crowding for one in stretches)
+    share = float(np.mean(met)) if is_shown else None
+    ends = share_interval(met, crowding) if is_shown else None
     rate = None if key.request_rate == "inf" else count / window
     good, good_ends = None, None
     if rate is not None and share is not None:
@@ -99,6 +104,7 @@ def load_of(key: Key, samples: Samples, stretches: Sequence[Stretch], offered: O
         slo_attainment_ci=ends,
         goodput=good,
         goodput_ci=good_ends,
+        crowding=crowding,
     )
 
 
@@ -110,21 +116,30 @@ def is_met(samples: Sequence[Sample], slo: Mapping[str, float]) -> list[bool]:
     ]
 
 
-def _gain(own: Samples, plain: Samples) -> dict[str, Any]:
+def _gain(own: Samples, plain: Samples, crowding: float) -> dict[str, Any]:
     """Compute the speed-up: the mean time of a request at k = 0 divided by the mean time at this
-    point, over the requests that both points answered. The interval is over blocks of requests."""
+    point, over the requests that both points answered. The interval is over blocks of requests.
+    There is none if `crowding`, the larger one of the two points, exceeds 1."""
     both = sorted(without_errors(own).keys() & without_errors(plain).keys())
-    times = [[of[i].e2el_ms[0] for i in both] for of in (plain, own)]
     if not both:
         return {"speedup": None, "speedup_ci": None}
-    value = float(np.mean(times[0]) / np.mean(times[1]))
-    ends = [1.0, 1.0] if own[both[0]].k == 0 else ratio_interval(*times)
-    return {"speedup": value, "speedup_ci": ends}
+    value, ends = time_ratio([plain[i] for i in both], [own[i] for i in both], crowding)
+    return {"speedup": value, "speedup_ci": [1.0, 1.0] if own[both[0]].k == 0 else ends}
 
 
-def load_warnings(
-    points: Sequence[Point], stretches: Mapping[Key, Mapping[int, Stretch]]
-) -> list[Notice]:
+def time_ratio(
+    one: Sequence[Sample], other: Sequence[Sample], crowding: float
+) -> tuple[float, list[float] | None]:
+    """Divide the mean time of requests at one point by that of the same requests at another.
+
+    Return the ratio and its interval; see `_gain`.
+    """
+    times = [[sample.e2el_ms[0] for sample in of] for of in (one, other)]
+    ends = None if crowding > 1 else ratio_interval(times[0], times[1], crowding)
+    return float(np.mean(times[0]) / np.mean(times[1])), ends
+
+
+def load_warnings(points: Sequence[Point]) -> list[Notice]:
     """Return warnings about servers that fell behind, windows too short for an interval, and
     requests that the client sent late."""
     found = []
@@ -142,8 +157,7 @@ def load_warnings(
             found.append(Notice("overloaded", told, evidence))
         lacks = load.slo_attainment is not None and load.slo_attainment_ci is None
         if lacks and load.num_requests >= FEWEST:
-            factor = _LONGER * max(one.crowding for one in stretches[Key.of(point)].values())
-            seconds = math.ceil(load.window_seconds * factor)
+            seconds = math.ceil(load.window_seconds * _LONGER * load.crowding)
             told = (
                 f"{where}: the queue lasts too long for an interval of goodput: raise --duration "
                 f"to {seconds} or more"
@@ -171,36 +185,52 @@ class Scored:
     times: tuple[float, ...]
     met: tuple[float, ...] = ()
 
-    def is_faster(self, other: "Scored") -> bool:
+    @property
+    def crowding(self) -> float:
+        return self.point.load.crowding if self.point.load is not None else 0.0
+
+    def is_faster(self, other: "Scored", reach: float = 1.0) -> bool:
         """True if requests take less time at this point than at the other, beyond chance."""
-        ends = ratio_interval(other.times, self.times)
+        crowding = max(self.crowding, other.crowding)
+        ends = ratio_interval(other.times, self.times, crowding, reach)
         return ends is not None and ends[0] > 1.0
 
-    def is_better(self, other: "Scored") -> bool:
+    def is_better(self, other: "Scored", reach: float = 1.0) -> bool:
         """True if more requests are answered and meet the objectives at this point than at the
         other, beyond chance."""
-        ends = self._more_met(other)
+        ends = self._more_met(other, reach)
         return ends is not None and ends[0] > 0.0
 
-    def pays(self, plain: "Scored") -> bool:
+    def pays(self, plain: "Scored", reach: float) -> bool:
         """True if this point is better than plain decoding, or faster and not worse, beyond
-        chance."""
-        return self.is_better(plain) or (self.is_faster(plain) and not plain.is_better(self))
+        chance.
+
+        reach: `_joint_reach` of all points that were tried.
+        """
+        is_faster = self.is_faster(plain, reach) and not plain.is_better(self)
+        return is_faster or self.is_better(plain, reach)
 
     def is_ruled_out(self, plain: "Scored") -> bool:
         """True if the intervals exclude that this point gains more than `NEGLIGIBLE` over plain
-        decoding, in latency or in the number of requests that meet the objectives."""
-        faster, more = ratio_interval(plain.times, self.times), self._more_met(plain)
-        if faster is None or more is None:
+        decoding, in latency or in the number of requests that meet the objectives. A window that
+        is too short for an interval may lack the crowds that would show it."""
+        crowding = max(self.crowding, plain.crowding)
+        faster = ratio_interval(plain.times, self.times, crowding)
+        if faster is None or (more := self._more_met(plain)) is None or crowding > 1:
             return False
         most = NEGLIGIBLE * float(np.mean(plain.met))
         return faster[1] <= 1 + NEGLIGIBLE and more[1] <= most
 
-    def _more_met(self, other: "Scored") -> list[float] | None:
+    def _more_met(self, other: "Scored", reach: float = 1.0) -> list[float] | None:
         """Return the interval of the difference between the shares of requests that are answered
         and meet the objectives, paired by request. None for too few requests."""
+        crowding = max(self.crowding, other.crowding)
+        return mean_interval(self.more_met(other), crowding, reach)
+
+    def more_met(self, other: "Scored") -> list[float]:
+        """Return that difference in each block of requests."""
         pairs = zip(block_means(self.met), block_means(other.met), strict=True)
-        return mean_interval([a - b for a, b in pairs])
+        return [a - b for a, b in pairs]
 
 
 def scored(points: Sequence[Point], samples: Mapping[Key, Samples]) -> list[Scored]:
@@ -222,16 +252,30 @@ def scored(points: Sequence[Point], samples: Mapping[Key, Samples]) -> list[Scor
     return found
 
 
-def best_at_rate(points: Sequence[Point], samples: Mapping[Key, Samples]) -> Best:
+def _joint_reach(proposing: Sequence[Scored], plain: Scored) -> float:
+    """Return the factor by which intervals must be wider to claim that one of several points is
+    faster or better than plain decoding; see `stats.joint_reach`."""
+    tests = [differences(plain.times, one.times) for one in proposing]
+    tests += [one.more_met(plain) for one in proposing]
+    if len({len(means) for means in tests}) != 1 or not (count := len(tests[0])):
+        return 1.0
+    return joint_reach(np.cov(tests), count - 1)
+
+
+def best_at_rate(
+    points: Sequence[Point], samples: Mapping[Key, Samples], disturbed: Sequence[Notice] = ()
+) -> Best:
     """Recommend one of the points at one rate.
 
     If there are objectives, goodput decides; otherwise, the number of answered requests does.
     Points that are tied with the best are then compared by latency. Of those still tied, the
-    candidates are the k > 0 whose goodput or latency is better than at k = 0 beyond chance, or all
-    of them if k = 0 is overloaded. The draft is that of the fastest candidate, and k is the
-    smallest with that draft. Without candidates, k is 0. The verdict is then "none" only if every
-    k > 0 is overloaded or shown to gain too little. Overloaded points are never recommended. If
-    k = 0 was not measured, the best k is only a guess.
+    candidates are the k > 0 whose goodput or latency is better than at k = 0 beyond chance or, if
+    k = 0 is overloaded, those that answer more requests by `_MORE`. The draft is that of the
+    fastest candidate, and k is the smallest with that draft. Without candidates, k is 0. The
+    verdict is then "none" only if every k > 0 is overloaded or shown to gain too little. Overloaded
+    points are never recommended. If k = 0 was not measured, the best k is only a guess.
+
+    disturbed: warnings that something disturbed the times. If there are any, nothing is shown.
     """
     rate = points[0].request_rate
     assert rate is not None
@@ -250,13 +294,20 @@ def best_at_rate(points: Sequence[Point], samples: Mapping[Key, Samples]) -> Bes
     leader = min(tied, key=lambda one: sum(one.times))
     tied = [one for one in tied if not leader.is_faster(one)]
     plain = next((one for one in found if one.point.k == 0), None)
-    paying = [one for one in tied if one.point.k and (plain is None or one.pays(plain))]
+    paying = [one for one in tied if one.point.k]
+    if plain is not None:
+        reach = _joint_reach([one for one in found if one.point.k], plain)
+        paying = [one for one in paying if one.pays(plain, reach)]
+    elif (slow := next((p for p in points if p.k == 0 and p.load is not None), None)) is not None:
+        paying = [one for one in paying if _answered(one.point) >= _MORE * _answered(slow)]
     chosen, draft = plain or leader, leader.point.draft
     if paying:
         draft = min(paying, key=lambda one: (one is not leader, sum(one.times))).point.draft
         chosen = min((o for o in paying if o.point.draft == draft), key=lambda one: one.point.k)
     same_draft = {one.point.k for one in tied if one.point.draft == draft or one.point.k == 0}
-    lacks = _lacking(points, found, chosen, leader, by)
+    codes = ", ".join(dict.fromkeys(one.code for one in disturbed))
+    lacks = f"times were disturbed ({codes})" if codes else ""
+    lacks = lacks or _lacking(points, found, chosen, leader, by, pays=bool(paying))
     return Best(
         k=chosen.point.k,
         draft=chosen.point.draft if chosen.point.k else None,
@@ -273,8 +324,18 @@ def best_at_rate(points: Sequence[Point], samples: Mapping[Key, Samples]) -> Bes
     )
 
 
+def _answered(point: Point) -> float:
+    return point.load.achieved_rate or 0.0 if point.load is not None else 0.0
+
+
 def _lacking(
-    points: Sequence[Point], found: Sequence[Scored], chosen: Scored, leader: Scored, by: str
+    points: Sequence[Point],
+    found: Sequence[Scored],
+    chosen: Scored,
+    leader: Scored,
+    by: str,
+    *,
+    pays: bool,
 ) -> str:
     """Return the reason why the evidence shows nothing; "" if it shows that the chosen k pays, or
     that none does."""
@@ -283,13 +344,18 @@ def _lacking(
     known = [p for p in points if p.load is not None]
     if not any(p.k == 0 for p in known):
         return "there is no k = 0 to compare with"
-    if chosen.point.k:
+    if pays:
         return ""
+    if chosen.point.k:
+        return "k = 0 is overloaded, but answers about as many requests (raise --duration)"
     if not any(p.k for p in known):
         return "no k but k = 0 was measured"
     if all(one.is_ruled_out(chosen) for one in found if one.point.k):
         return ""
-    return f"by {by} {_no_better(leader)}, but some k may be"
+    told = f"by {by} {_no_better(leader)}, but some k may be"
+    if any(one.crowding > 1 for one in found):
+        told += " (the queue lasts too long for this window: raise --duration, or lower the rate)"
+    return told
 
 
 def _no_better(leader: Scored) -> str:

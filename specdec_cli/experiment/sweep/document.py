@@ -127,7 +127,7 @@ def sweep_document(
     tokens = compare_tokens(settings, samples)
     told = [
         *warnings,
-        *(noise_in(records.samples) if is_closed else load_warnings(points, records.stretches)),
+        *(noise_in(records.samples) if is_closed else load_warnings(points)),
         *impossible_speeds(points),
         *predictions_off(points),
         *proposals_of_another_k(points),
@@ -193,12 +193,18 @@ def _of_batches(
 
 
 def _at_rates(
-    settings: SweepSettings, records: SweepRecords, points: Sequence[Point], _: object
+    settings: SweepSettings,
+    records: SweepRecords,
+    points: Sequence[Point],
+    warnings: Sequence[Notice],
 ) -> dict[str, Any]:
     """Compute the conclusions of a sweep whose requests arrive at given rates: the best point at
     each rate, and the rates up to which speculation pays."""
+    disturbed = disturbances(warnings)
     best = {
-        rate: best_at_rate([p for p in points if p.request_rate == rate], records.samples)
+        rate: best_at_rate(
+            [p for p in points if p.request_rate == rate], records.samples, disturbed
+        )
         for _, rate in settings.levels
         if rate is not None
     }

@@ -43,7 +43,7 @@ class Sweep(Running):
         self._backend, self._own = plan.jobs[0].backend, plan.jobs[0].plan
         if plan.check_lossless:
             self.check = LosslessCheck(plan.settings.dtype, self._own.params)
-        self._watch = MachineWatch(self._own.device)
+        self._watch = MachineWatch(self._own.device, idles=plan.settings.offered is not None)
         self._arms = Arms(plan, self.world, self._begin)
         self._agreement = self.world.agreement()
         plain = [of for of in samples if of.k == 0 and of.request_rate is None]
@@ -125,6 +125,15 @@ class Sweep(Running):
         for size, rate in settings.levels if self.world.is_first else ():
             points += self._points(size, rate)
         return points
+
+    def _stretch(self, key: Key, job: Job, session: Session) -> None:
+        self._watch.begin()
+        super()._stretch(key, job, session)
+        self._watch.look(at_end=True)
+
+    def _sign(self) -> None:
+        super()._sign()
+        self._watch.look()
 
     def _keys_of(self, job: Job, batch_size: int, ks: Iterable[int]) -> list[Key]:
         """Return the keys of one arm's points. They include k = 0 only if the arm does not share
