@@ -15,9 +15,10 @@ from typing import Any
 from specdec_cli.core.figures import EngineFacts
 from specdec_cli.experiment.folders.conclusions import SpeedRatio
 from specdec_cli.experiment.folders.records import Point, Sample, given
+from specdec_cli.experiment.load.points import time_ratio
 from specdec_cli.experiment.served import in_text
 from specdec_cli.experiment.statistics import stats
-from specdec_cli.experiment.sweep.gains import figures_of
+from specdec_cli.experiment.sweep.gains import figures_of, ratio_figures
 from specdec_cli.report.cells import Cell, Column, Table, rows_of, span, table_of
 from specdec_cli.report.findings import (
     best_by_batch_size,
@@ -27,8 +28,10 @@ from specdec_cli.report.findings import (
     warnings,
 )
 from specdec_cli.report.folder import ReportedRun, intact_records, read_folder
+from specdec_cli.text import counted
 
-# Identifies a prompt across runs: its token ids, and its index among the prompts with these ids.
+# Identifies a prompt across runs: its token ids, and its index among the prompts with these ids or,
+# if requests arrive at a rate, the number of the request.
 Prompt = tuple[tuple[int, ...], int]
 _SEED = 0
 _SETTING = ("draft", "target_tp", "draft_tp", "k")
@@ -42,7 +45,8 @@ class Shown:
     run: the run's name.
     setting: the point's settings as text.
     samples: the point's samples, by prompt.
-    is_best: whether this is the run's fastest point at its batch size.
+    is_best: whether this is the run's fastest point at its batch size, or the one that the run
+        recommends at its request rate.
     """
 
     run: str
@@ -54,7 +58,8 @@ class Shown:
 
 
 class Ratio(SpeedRatio):
-    """One point's speed divided by another's, on the prompts that both have.
+    """One point's speed divided by another's, on the prompts that both have. At a request rate, it
+    is the inverse ratio of the mean times of the same requests.
 
     num_diverging: the number of these prompts for which the two output texts differ.
     """
@@ -78,8 +83,8 @@ class SideBySide:
 
     names: the runs' names.
     shown: the points to show, of all runs.
-    pairs: for each batch size and each pair of runs, the fastest point of each run (the faster one
-        first) and the ratio of their speeds. The ratio is None if the points share no prompts.
+    pairs: for each batch size or rate and each pair of runs, the best point of each run (the faster
+        one first) and the ratio of their speeds. The ratio is None if the points share no prompts.
     differences: the keys of recipes and environments whose values differ, each with one value per
         run.
     by_engine: points of several runs at the same k and batch size, each with its speed relative to
@@ -117,11 +122,14 @@ class SideBySide:
         for one, other, ratio in self.pairs:
             at = one.point.level_in_words
             names = f"{one.run} ({one.setting})", f"{other.run} ({other.setting})"
+            is_load = one.point.load is not None
+            what = "request" if is_load else "prompt"
             if ratio is None:
-                found.append(f"{' and '.join(names)} have no prompt in common at {at}.")
+                alike = f"{what} with the same arrivals" if is_load else what
+                found.append(f"{' and '.join(names)} have no {alike} in common at {at}.")
                 continue
-            common = "prompt" if ratio.num_prompts == 1 else "prompts"
-            over = f"over {ratio.num_prompts} common {common} at {at}"
+            by = "by the mean time of a request " if is_load else ""
+            over = f"{by}over {counted(ratio.num_prompts, f'common {what}')} at {at}"
             value, ends = times(ratio.speed_ratio or 0.0), ratio.speed_ratio_ci
             gain = f"{value} as fast as {names[1]} {over}"
             if ends is None:
@@ -154,6 +162,7 @@ class SideBySide:
                 "is_best": one.is_best,
                 "num_prompts": len(one.samples),
                 "decode_tokens_per_second": _speed(one.point),
+                **given(e2el_ms=_mean_time(one.point)),
                 "speedup": one.point.speedup,
                 "speedup_ci": one.point.speedup_ci,
                 "against_first": ratio.as_dict() if ratio is not None else None,
@@ -221,7 +230,7 @@ def side_by_side(folders: Sequence[Path]) -> SideBySide:
     pairs = []
     for level in sorted({one.point.level for one in bests}):
         ranked = [one for one in bests if one.point.level == level]
-        ranked.sort(key=lambda one: -_speed(one.point))
+        ranked.sort(key=lambda one: -_worth(one.point))
         pairs += [(one, other, ratio_of(one, other)) for one, other in combinations(ranked, 2)]
     return SideBySide(names, runs, shown, pairs, _differing(runs), _by_engine(names, runs))
 
@@ -264,17 +273,26 @@ def warnings_of(whole: SideBySide) -> list[str]:
 
 
 def ratio_of(one: Shown, other: Shown) -> Ratio | None:
-    """Compute the ratio of two points' speeds over the prompts that both have. Return None if they
-    have no prompt in common."""
+    """Compute the ratio of two points' speeds over the prompts that both have. At a request rate,
+    this is the inverse ratio of the mean times of the same requests. Return None if they have
+    nothing in common."""
     common = sorted(one.samples.keys() & other.samples.keys())
-    if not common:
+    loads = [load for p in (one.point, other.point) if (load := p.load) is not None]
+    if not common or len({(load.arrivals, load.seed) for load in loads}) > 1:
         return None
+    if loads:
+        common.sort(key=lambda prompt: prompt[1])  # blocks of an interval are in order of arrival
     ours, theirs = ([of[p] for p in common] for of in (one.samples, other.samples))
-    found = stats.measured_speed(ours).over(stats.measured_speed(theirs))
+    if loads:
+        value, ends = time_ratio(theirs, ours, max(load.crowding for load in loads))
+        figures = ratio_figures(value, ends)
+    else:
+        found = stats.measured_speed(ours).over(stats.measured_speed(theirs))
+        figures = figures_of(found, _SEED)
     pairs = zip(ours, theirs, strict=True)
     # Compare only up to the end of the shorter text, since the runs may have different limits.
     parted = (any(map(ne, a.token_ids, b.token_ids)) for a, b in pairs)
-    return Ratio(num_prompts=len(common), **figures_of(found, _SEED), num_diverging=sum(parted))
+    return Ratio(num_prompts=len(common), **figures, num_diverging=sum(parted))
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -286,8 +304,14 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _shown(name: str, run: ReportedRun) -> list[Shown]:
-    """Return, for each batch size, the points of plain decoding and of each arm's fastest k."""
+    """Return, for each batch size, the points of plain decoding and of each arm's fastest k. At a
+    request rate, the arm of the point that the run recommends is represented by that point."""
     samples = _samples(run)
+    advised = {one.at.level: one.point for one in best_by_batch_size(run)}
+
+    def rank(point: Point) -> tuple[bool, float]:
+        return point.load is not None and point is advised[point.level], _worth(point)
+
     found = []
     for level in sorted({p.level for p in run.points}):
         arms: dict[str, Point] = {}
@@ -295,9 +319,11 @@ def _shown(name: str, run: ReportedRun) -> list[Shown]:
             if point.level != level or not _is_valid(point) or _place(point) not in samples:
                 continue
             arm = "plain decoding" if point.is_baseline else run.labels[point.draft]
-            if arm not in arms or _speed(point) > _speed(arms[arm]):
+            if arm not in arms or rank(point) > rank(arms[arm]):
                 arms[arm] = point
-        best = max(arms.values(), key=_speed, default=None)
+        best = max(arms.values(), key=_worth, default=None)
+        if best is not None and best.load is not None:
+            best = advised[level]
         found += [
             Shown(name, arm, setting_in_words(run, p), p, samples[_place(p)], p is best)
             for arm, p in arms.items()
@@ -306,9 +332,10 @@ def _shown(name: str, run: ReportedRun) -> list[Shown]:
 
 
 def _is_valid(point: Point) -> bool:
-    """Return whether a point was measured and its speed-up is credible. A speed-up larger than
-    speculation can reach shows that something disturbed the run."""
-    return point.is_ok and point.impossible_speedup is None
+    """Return whether a point was measured, its speed-up is credible and it was not overloaded. A
+    speed-up larger than speculation can reach shows that something disturbed the run."""
+    is_slow = point.load is not None and point.load.overloaded
+    return point.is_ok and point.impossible_speedup is None and not is_slow
 
 
 def _place(point: Point | Sample) -> tuple[Any, ...]:
@@ -333,6 +360,19 @@ def _speed(point: Point) -> float:
     return point.number("decode_tokens_per_second") or 0.0
 
 
+def _mean_time(point: Point) -> float | None:
+    """Return the mean time of a request in milliseconds; None without a request rate."""
+    return point.number("e2el_ms", "mean") if point.load is not None else None
+
+
+def _worth(point: Point) -> float:
+    """Return the figure by which points are ranked: tokens/s or, at a request rate, the inverse of
+    the mean time of a request."""
+    if point.load is None:
+        return _speed(point)
+    return 1.0 / found if (found := _mean_time(point)) else 0.0
+
+
 def _samples(run: ReportedRun) -> dict[tuple[Any, ...], dict[Prompt, Sample]]:
     """Read the samples of a run, and group them by point and then by prompt. Samples of prompts
     that could not run are left out."""
@@ -343,9 +383,10 @@ def _samples(run: ReportedRun) -> dict[tuple[Any, ...], dict[Prompt, Sample]]:
     for sample in intact_records(run.path / "samples.jsonl", Sample, []):
         ids, place = tuple(sample.prompt_token_ids), _place(sample)
         seen = counts[place][ids]
-        if not sample.could_run or sample.index in seen:
+        if not sample.could_run or (sample.request is None and sample.index in seen):
             continue
-        found[place][ids, len(seen)] = sample
+        number = len(seen) if sample.request is None else sample.request
+        found[place][ids, number] = sample
         seen.add(sample.index)
     return found
 
@@ -372,6 +413,7 @@ def _side_by_side(whole: SideBySide) -> Table:
         Cell("batch", lambda r: _level(r[1])),
         Cell("prompts", lambda r: len(r[0].samples)),
         Cell("decoding", lambda r: _speed(r[1]), "tokens/s", 1),
+        *[Cell("request", lambda r: _mean_time(r[1]), "ms", 1)][: _has_rates(whole)],
         Cell("speed-up", lambda r: r[1].speedup, "×", 2),
         Cell("95 % interval", lambda r: span(r[1].speedup_ci)),
         Cell("tokens a round", lambda r: r[1].number("mean_acceptance_length"), "", 2),
@@ -383,10 +425,20 @@ def _side_by_side(whole: SideBySide) -> Table:
         "Plain decoding, and each arm at its fastest point. Speed-up is over the run's own plain "
         f"decoding; the ratio over {whole.names[0]} is over the same prompts, paired. Runs were "
         "measured at different times: intervals are over prompts, and do not cover differences in "
-        "the machine's speed between runs."
+        f"the machine's speed between runs.{_BY_TIME if _has_rates(whole) else ''}"
     )
     strong = frozenset(i for i, one in enumerate(whole.shown) if one.is_best)
     return table_of(("runs", "Side by side", note), rows, cells, strong)
+
+
+_BY_TIME = (
+    " At a request rate, each run's recommended point counts, overloaded points are left out, and "
+    "ratios are those of the mean time of the same requests (request ms), inverted."
+)
+
+
+def _has_rates(whole: SideBySide) -> bool:
+    return any(one.point.load is not None for one in whole.shown)
 
 
 def _length_in_text(one: Shown) -> float | None:
@@ -441,4 +493,5 @@ def _pairs(whole: SideBySide) -> Table:
         Cell("verdict", lambda r: r[2].verdict),
     ]
     note = "Each run at its fastest point, the faster one first; speeds over common prompts."
+    note += _BY_TIME if _has_rates(whole) else ""
     return table_of(("pairs", "Best against best", note), rows, cells)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from specdec_cli.app import main
+from specdec_cli.experiment.load.goodput import ratio_interval
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.report.cells import rows_of
 from specdec_cli.report.drawings.rows import draw_runs
@@ -133,3 +134,63 @@ def test_the_command_prints_and_writes_tables(
     assert document["answer"] in printed and "Side by side:" in printed
     assert main(["report", *folders, "--format", "vllm"]) == 2
     assert "a vLLM config need exactly one" in capsys.readouterr().err
+
+
+def loaded(path: Path, slower: float = 1.0, seed: int = 0) -> Path:
+    """A run at 4 requests/s, of two prompts in turn. k = 0 is overloaded, k = 4 decodes fastest,
+    and k = 2, which answers fastest, is recommended."""
+    points = sweep_points(ks=(0, 2, 4), batch_sizes=(1,), drafts=((DRAFT, 0.78, 0.95),))
+    samples = []
+    for point in points:
+        k, took = point["k"], slower * {0: 90.0, 2: 50.0, 4: 60.0}[point["k"]]
+        load = {name: None for name in ("slo_attainment", "slo_attainment_ci", "goodput")}
+        load |= {"arrivals": "poisson", "seed": seed, "slo": {}, "goodput_ci": None}
+        load |= {"offered_rate": 4.0, "achieved_rate": 3.9, "window_seconds": 10.0}
+        load |= {"num_requests": 40, "num_failed": 0, "num_unmeasured": 4, "max_in_flight": 3}
+        none = {"mean": None, "p50": None, "p90": None, "p99": None}
+        load |= {"send_lag_ms": none, "overloaded": k == 0}
+        point |= {"request_rate": 4.0, "load": load}
+        point["metrics"] |= {"e2el_ms": none | {"mean": took}, "decode_tokens_per_second": 9.0 + k}
+        samples += [
+            sample_record(
+                draft=DRAFT if k else None,
+                k=k,
+                index=i % 2,
+                prompt_token_ids=[i % 2],
+                request_rate=4.0,
+                request=i,
+                due=i / 4,
+                accepted_per_round=[2] * 4 if k else [],
+                e2el_ms=[took * (1 + 0.1 * (i % 7)) * (1 + 0.01 * (k + i % 3) * (slower - 1))],
+            )
+            for i in range(40)
+        ]
+    folder = write_folder(path, points, samples=samples)
+    summary = json.loads((folder / "summary.json").read_text())
+    best = {"k": 2, "draft": DRAFT, "tied": [2], "reason": "…", "by": "latency", "verdict": "use"}
+    summary |= {"best": best, "best_by_batch_size": {}, "best_by_request_rate": {"4": best}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_runs_at_a_rate_are_compared_by_the_time_of_their_requests(tmp_path: Path) -> None:
+    """By what each run recommends, over all requests, and without overloaded points."""
+    whole = side_by_side([loaded(tmp_path / "a", 1.5), loaded(tmp_path / "b")])
+    assert {(one.point.k, one.is_best) for one in whole.shown} == {(2, True)}
+    ((one, other, ratio),) = whole.pairs
+    assert (one.run, other.run) == ("b", "a") and ratio is not None
+    times = [
+        [s.e2el_ms[0] for s in sorted(side.samples.values(), key=lambda s: s.request or 0)]
+        for side in (other, one)
+    ]
+    assert ratio.num_prompts == len(times[0]) == 40
+    assert ratio.speed_ratio == pytest.approx(sum(times[0]) / sum(times[1]))
+    assert ratio.speed_ratio_ci == pytest.approx(ratio_interval(*times))
+    told = "b (k = 2 with draft-1b) is 1.52× as fast as a (k = 2 with draft-1b) by the mean time of"
+    assert whole.headline.startswith(f"{told} a request over 40 common requests at 4 requests/s (")
+    table = next(table for table in whole.tables if table.name == "runs")
+    assert "request" in [column.title for column in table.columns] and "inverted" in table.note
+    other_seed = side_by_side([tmp_path / "b", loaded(tmp_path / "c", seed=1)])
+    assert other_seed.headline.endswith(
+        "no request with the same arrivals in common at 4 requests/s."
+    )

@@ -156,11 +156,15 @@ def compare_arms(
 
 
 def figures_of(ratio: Measure, seed: int) -> dict[str, Any]:
-    """Compute the fields of a `SpeedRatio`: the ratio, its interval, and whether the two speeds are
+    """Compute the fields of a `SpeedRatio` from a ratio of speeds."""
+    return ratio_figures(ratio.value, interval_of(ratio, seed))
+
+
+def ratio_figures(ratio: float, ends: list[float] | None) -> dict[str, Any]:
+    """Return the fields of a `SpeedRatio`: the ratio, its interval, and whether the two speeds are
     tied, which they are if the interval contains 1. Without an interval, the last two are None."""
-    ends = interval_of(ratio, seed)
     return {
-        "speed_ratio": ratio.value,
+        "speed_ratio": ratio,
         "speed_ratio_ci": ends,
         "tied": None if ends is None else ends[0] <= 1.0 <= ends[1],
     }
