@@ -29,7 +29,7 @@ _UPPER, _LESS = 0.92, 0.25
 # The end of a ratio's interval that is nearer to 1 is farther away by this share for each unit of
 # crowding. The other end is farther away by more, because a window that is calm by chance shows too
 # small a difference: the slower point lacks its crowds.
-_NEARER, _FARTHER = 0.15, 2.0
+_NEARER, _FARTHER = 0.2, 2.0
 
 
 def meets(objectives: Mapping[str, float], latencies: Mapping[str, float | None]) -> bool:
