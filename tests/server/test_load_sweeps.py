@@ -101,10 +101,13 @@ def test_servers_under_load(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert point(found, 0, 80.0)["speedup"] == 1.0
     best = found["best_by_request_rate"]
     assert list(best) == ["80", "inf"] and best["80"]["by"] == "goodput"
-    assert best["80"]["k"] == 3 and best["inf"]["by"] == "latency"
-    assert found["crossover"] == {"below": 80.0, "above": None}
     assert found["best"] == best["80"] and found["best_by_batch_size"] == {}
     assert best["80"].keys() == Best.model_fields.keys(), "every field that docs/python.md lists"
+    if best["80"]["verdict"] == "inconclusive":  # on a busy machine, see above
+        assert "the queue lasts too long for this window" in best["80"]["reason"]
+        return
+    assert best["80"]["k"] == 3 and best["inf"]["by"] == "latency"
+    assert found["crossover"] == {"below": 80.0, "above": None}
     figure, shown_run = Figure(), read_folder(run)
     assert draw_load(figure, shown_run, best_by_batch_size(shown_run))
     drawn = [list(line.get_xdata()) for axis in figure.axes for line in axis.lines]
