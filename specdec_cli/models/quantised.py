@@ -173,7 +173,7 @@ Parts = dict[str, Read]
 def _codes(own: Parts, group: Matrices, told: str, part: Part | None = None) -> torch.Tensor:
     found, bits = own["codes"](), 4 if group.storage.kind == INT4 else 8
     if "zeros" in own and not group.storage.has_zeros:
-        _check_no_zeros(own["zeros"](), group, bits, told)
+        _check_no_zeros(own, group, bits, told)
     match group.form:
         case "plain":
             return same(found, part)
@@ -236,7 +236,7 @@ def _zeros(own: Parts, group: Matrices, told: str, part: Part | None = None) -> 
             found = found.reshape(-1, 1).expand(own["codes"]().shape[0], 1)
         return same(found, part)
     if group.form == PACKED:
-        zeros = _numbers(found.T, bits, told).T
+        zeros = _packed_zeros(found, own, bits, told)
     elif group.form == AWQ:
         zeros = _ordered(_numbers(found, bits, told)).T
     else:
@@ -248,13 +248,24 @@ def _zeros(own: Parts, group: Matrices, told: str, part: Part | None = None) -> 
     return same(zeros if bits == 4 else _signed(zeros), part)
 
 
-def _check_no_zeros(found: torch.Tensor, group: Matrices, bits: int, told: str) -> None:
+def _packed_zeros(found: torch.Tensor, own: Parts, bits: int, told: str) -> torch.Tensor:
+    """Unpack the zero points of a matrix [R, C] from int32 words of its columns, without the rows
+    that fill the last word."""
+    zeros, rows = _numbers(found.T, bits, told).T, len(own["codes"]())
+    return zeros[:rows] if 0 <= len(zeros) - rows < 32 // bits else zeros
+
+
+def _check_no_zeros(own: Parts, group: Matrices, bits: int, told: str) -> None:
     """Raise `SetupError` if the config says that a matrix has no zero points, but the file has zero
     points other than the middle of the codes' range."""
+    found = own["zeros"]()
     if group.form == PLAIN:
         has_zeros = bool(found.any())
     else:
-        numbers = _numbers(found, bits, told) + group.zeros_less_one
+        if group.form == PACKED:
+            numbers = _packed_zeros(found, own, bits, told)
+        else:
+            numbers = _numbers(found, bits, told) + group.zeros_less_one
         has_zeros = bool((numbers != 1 << bits - 1).any())
     if has_zeros:
         key = {GPTQ: "sym", AWQ: "zero_point"}.get(group.form, "config_groups.weights.symmetric")

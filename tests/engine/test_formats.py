@@ -6,6 +6,7 @@ Each writer packs random codes in its format's order; what they mean is computed
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.types import SamplingParams
@@ -20,8 +22,10 @@ from specdec_cli.errors import ExitCode, SetupError, UsageError
 from specdec_cli.models.description import Description, describe
 from specdec_cli.models.held import plain_weight
 from specdec_cli.models.loader import load
+from specdec_cli.models.quantised import dequantised
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.stored import stored_parameters
+from specdec_cli.models.weights import same
 from tests import lossless
 from tests.engine.test_loading import to_mxfp4
 from tests.support import CPU, decode, greedy_reference, make_engine, reference, save_tiny
@@ -102,6 +106,10 @@ def awq(group: int, *, zero_point: bool) -> Write:
     return write
 
 
+def packed_zeros(zeros: Tensor, bits: int) -> Tensor:
+    return words(pad(zeros.T, (0, -len(zeros) % (32 // bits))), bits).T.contiguous()
+
+
 def packed(bits: int, group: int, *, symmetric: bool) -> Write:
     def write(tensors: Tensors, stem: str, shape: tuple[int, int]) -> Tensor:
         codes, zeros, scales = drawn(shape, group, bits, stem, torch.bfloat16)
@@ -111,7 +119,7 @@ def packed(bits: int, group: int, *, symmetric: bool) -> Write:
             f"{stem}.weight_shape": torch.tensor(shape),
         }
         if not symmetric:
-            tensors |= {f"{stem}.weight_zero_point": words(zeros.T, bits).T.contiguous()}
+            tensors |= {f"{stem}.weight_zero_point": packed_zeros(zeros, bits)}
         return meant(codes, 1 << bits - 1 if symmetric else zeros, scales)
 
     return write
@@ -284,6 +292,24 @@ def test_texts_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     want = greedy_reference(reference(tmp_path / "plain"), PROMPT, 16)
     [seq] = decode(make_engine(folder, None, weights="stored"), [PROMPT], 0, max_new_tokens=16)
     assert seq.tokens[len(PROMPT) :] == want and len(set(want)) > 3
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_last_word_of_zeros_may_be_padded(bits: int) -> None:
+    tensors: Tensors = {}
+    numbers = packed(bits, 32, symmetric=False)(tensors, "one", (13, 64))
+    settings = compressed("pack-quantized", bits, "group", **G32 | NO_ZEROS)
+
+    def read(settings: Any) -> Tensor:
+        readers: dict[str, Any] = {name: partial(same, t) for name, t in tensors.items()}
+        return dequantised(readers, settings, torch.float32, "a model")["one.weight"]()
+
+    assert torch.equal(read(settings), numbers)
+    symmetric = changed(settings, symmetric=True)
+    with pytest.raises(SetupError, match="symmetric says that it has none"):
+        read(symmetric)
+    tensors["one.weight_zero_point"] = packed_zeros(torch.full((13, 2), 1 << bits - 1), bits)
+    assert torch.equal(read(symmetric), read(settings))
 
 
 def test_a_quantised_pair_follows_the_target_s_distribution(tmp_path: Path) -> None:
