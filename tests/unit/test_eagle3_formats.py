@@ -232,7 +232,6 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "too many ids": ({"draft_vocab_size": 98}, "draft_vocab_size is 98"),
     "flag": ({"fc_norm": "yes"}, "fc_norm"),
     "both norms": ({"fc_norm": True, "norm_before_fc": True}, "fc_norm is true as well"),
-    "tied": ({"tie_word_embeddings": True, "draft_vocab_size": 31}, "tie_word_embeddings"),
     "layer ids": ({"eagle_aux_hidden_state_layer_ids": [1, "2"]}, "eagle_aux_hidden_state"),
     "order": ({"eagle_aux_hidden_state_layer_ids": [3, 2]}, "ascending"),
     "rope": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is .dynamic"),
@@ -241,6 +240,11 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "no base": ({"rope_theta": 0}, "rope_theta is 0"),
     "partial rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "window": ({"layer_types": ["sliding_attention"]}, "sliding_window is null"),
+    "late window": (
+        {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8}
+        | {"max_window_layers": 0},
+        "use_sliding_window is true: layers with a sliding window",
+    ),
     "layer types": ({"layer_types": ["linear_attention"]}, "layer_types"),
     "quantised": ({"quantization_config": {"quant_method": "hqq"}}, "quant_method is .hqq"),
     "quantised how": ({"quantization_config": "fp8"}, "quantization_config is .fp8.: it must be"),
@@ -387,6 +391,14 @@ def test_a_tied_head_is_its_embedding(tmp_path: Path) -> None:
     head = Head()
     folder = save_head(tmp_path, head, "safeailab", without=(HEAD,), tie_word_embeddings=True)
     assert HEAD not in weights_of(folder, head).tensors
+    # SpecForge's heads have their own output matrix even if the config, a tied target's, says not.
+    for vocab in (31, 97):
+        head = Head(draft_vocab=vocab)
+        save_head(folder, head, "safeailab", tie_word_embeddings=True)
+        assert torch.equal(weights_of(folder, head).tensors[HEAD], head.tensors[HEAD])
+    save_head(folder, Head(draft_vocab=31), "safeailab", (HEAD,), tie_word_embeddings=True)
+    with pytest.raises(SetupError, match="first lm_head"):
+        weights_of(folder, head)
 
 
 def test_pickled_weights_only_if_allowed(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ _ACTIVATIONS = {a: a for a in ("silu", "gelu_pytorch_tanh")} | {"swish": "silu"}
 # The supported kinds of rotary embedding. The tables of other kinds depend on the largest position
 # in a batch, so they cannot be computed once.
 _ROPES = ("default", "linear", "llama3", "yarn")
+NO_WINDOWS = "layers with a sliding window are not supported"
 _DEFAULT_ROPE_BASE = 10000.0  # for a head without rope_theta; the target's base is not used
 
 
@@ -156,6 +157,16 @@ class HeadSettings:
         if not isinstance(eps, int | float) or not 0 <= eps < 1:
             raise self.bad("rms_norm_eps", eps, "it must be a small number")
         return float(eps)
+
+    def refuse_late_windows(self) -> None:
+        """Raise `SetupError` if layers have a sliding window without `layer_types`: those from
+        `max_window_layers` on, if `use_sliding_window` and `sliding_window` are set."""
+        body = self.body
+        is_used = body.get("use_sliding_window") and body.get("sliding_window")
+        if is_used and not body.get("layer_types"):
+            first = body.get("max_window_layers", 28)
+            if type(first) is not int or first < self.count(body, "num_hidden_layers"):
+                raise self.bad("use_sliding_window", True, NO_WINDOWS)
 
     def count(self, settings: dict[str, Any], key: str, default: int | None = None) -> int:
         """Return a positive number, or `default` if the key is missing or null."""

@@ -14,7 +14,7 @@ from specdec_cli.errors import SetupError
 from specdec_cli.models.config_file import config_file
 from specdec_cli.models.draft import Passes
 from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadConfig, Other
-from specdec_cli.models.heads.settings import HeadSettings, reading
+from specdec_cli.models.heads.settings import NO_WINDOWS, HeadSettings, reading
 from specdec_cli.recipe.choices.forms import DSPARK, first_seen, speculator
 from specdec_cli.text import shown
 
@@ -216,15 +216,10 @@ def _read(kind: type[DFlashConfig], name: str, raw: dict[str, Any]) -> DFlashCon
 
 
 def _refuse_windows(settings: HeadSettings) -> None:
-    """Raise `SetupError` if a layer has a sliding window. Without `layer_types`, layers from
-    `max_window_layers` on have one if `use_sliding_window` and `sliding_window` are set."""
-    body, told = settings.body, "layers with a sliding window are not supported"
-    if set(types := body.get("layer_types") or ()) - {"full_attention"}:
-        raise settings.bad("layer_types", types, told)
-    if not types and body.get("use_sliding_window") and body.get("sliding_window"):
-        first = body.get("max_window_layers", 28)
-        if type(first) is not int or first < settings.count(body, "num_hidden_layers"):
-            raise settings.bad("use_sliding_window", body["use_sliding_window"], told)
+    """Raise `SetupError` if a layer has a sliding window."""
+    if set(types := settings.body.get("layer_types") or ()) - {"full_attention"}:
+        raise settings.bad("layer_types", types, NO_WINDOWS)
+    settings.refuse_late_windows()
 
 
 def _layer_ids(settings: HeadSettings, is_nested: bool, is_dspark: bool) -> tuple[int, ...] | None:

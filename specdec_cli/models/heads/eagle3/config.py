@@ -19,6 +19,7 @@ from specdec_cli.models.draft import Passes
 from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadConfig, Other
 from specdec_cli.models.heads.layers import CONFIGS
 from specdec_cli.models.heads.settings import HeadSettings, reading
+from specdec_cli.models.weights import tensor_names
 from specdec_cli.recipe.choices.eagle3 import Counting, Dialect, Eagle3Keys, dialect_of
 from specdec_cli.recipe.choices.forms import MASK, first_seen, speculator
 from specdec_cli.text import shown
@@ -41,7 +42,8 @@ class Eagle3Config(HeadConfig):
     norm_before_fc: whether one norm is applied to all features together.
     fc_norm: whether each layer's features have a norm of their own.
     feeds_norm: whether the next step reads the hidden state after the final norm.
-    ties_head: whether the embedding is also the output matrix.
+    ties_head: whether the embedding is also the output matrix: the config says so, and the
+        checkpoint has no output matrix.
     is_wide: whether every layer reads the embedding; if false, only the first one does.
     ids_key: the config's key for the layer ids.
     takes_embedding: whether to use the target's embedding instead of the head's own.
@@ -79,9 +81,8 @@ class Eagle3Config(HeadConfig):
         of speculators and Model-Optimizer. SafeAILab and SpecForge call the first layer `midlayer`.
         Returns None if the head does not need the tensor."""
         own = _MIDDLE.sub("layers.0.", name.removeprefix("model."))
-        is_tied = own == HEAD and self.ties_head
         is_taken = own == EMBEDDING and self.takes_embedding
-        return None if is_tied or is_taken or _HARMLESS.search(own) else own
+        return None if is_taken or _HARMLESS.search(own) else own
 
     def own_shapes(self) -> dict[str, tuple[int, ...]]:
         width, features = self.hidden_size, self.num_aux * self.target_hidden_size
@@ -213,7 +214,7 @@ def read_head_config(name: str, folder: Path) -> Eagle3Config:
             "its config.json has no eagle_config, speculators_model_type, draft_vocab_size or "
             "architecture with Eagle3 in its name",
         )
-    return _read(Eagle3Config, dialect, name, raw)
+    return _read(Eagle3Config, dialect, name, folder, raw)
 
 
 def read_peagle_config(name: str, folder: Path) -> PEagleConfig:
@@ -223,11 +224,12 @@ def read_peagle_config(name: str, folder: Path) -> PEagleConfig:
     is_nested = first_seen(speculator("peagle", "eagle3"), raw) is not None
     others: Dialect = "model-optimizer" if raw.get("eagle_config") else "flat"
     found = next((raw[sign.key] for sign in MASK if sign.seen(raw) is not None), None)
-    return _read(PEagleConfig, "speculators" if is_nested else others, name, raw, mask_id=found)
+    dialect: Dialect = "speculators" if is_nested else others
+    return _read(PEagleConfig, dialect, name, folder, raw, mask_id=found)
 
 
 def _read(
-    kind: type[Config], dialect: Dialect, name: str, raw: dict[str, Any], **own: Any
+    kind: type[Config], dialect: Dialect, name: str, folder: Path, raw: dict[str, Any], **own: Any
 ) -> Config:
     """Read a head's settings. kind: the class to return. own: values for the fields that only this
     class has."""
@@ -241,9 +243,10 @@ def _read(
         flags: dict[str, Any] = {key: settings.flag(key) for key in norms}
         if flags["norm_before_fc"] and flags["fc_norm"]:
             raise settings.bad("norm_before_fc", True, "fc_norm is true as well")
-        ties_head = bool(settings.body.get("tie_word_embeddings", False))
-        if ties_head and common["draft_vocab_size"] != common["vocab_size"]:
-            raise settings.bad("tie_word_embeddings", True, "the draft's vocabulary is smaller")
+        # SpecForge copies tie_word_embeddings from the target and stores an output matrix anyway.
+        stored = (n.removeprefix("model.").startswith("lm_head.") for n in tensor_names(folder))
+        has_all_ids = common["draft_vocab_size"] == common["vocab_size"]
+        is_tied = bool(settings.body.get("tie_word_embeddings", False))
         ids_key, aux_ids, counting = _aux_ids(settings, dialect)
         return kind(
             **common,
@@ -255,7 +258,7 @@ def _read(
             aux_ids=aux_ids,
             counting=counting,
             feeds_norm=settings.flag("norm_output"),
-            ties_head=ties_head,
+            ties_head=is_tied and has_all_ids and not any(stored),
             is_wide=dialect == "deepspec",
         )
 
@@ -308,6 +311,8 @@ def _aux_ids(
 
 def _windows(settings: HeadSettings, layers: int) -> tuple[int, ...]:
     body = settings.body
+    if body["model_type"] == "qwen3":
+        settings.refuse_late_windows()
     kinds = body.get("layer_types") or ["full_attention"] * layers
     if len(kinds) < layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise settings.bad("layer_types", kinds, f"it must name attention of {layers} layers")
