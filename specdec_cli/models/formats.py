@@ -23,8 +23,8 @@ class Matrices(NamedTuple):
 
     form: how their tensors are named and their codes ordered; see `quantised`.
     one_scale: whether there is a single scale per matrix.
-    ordered: the key in the config that says that columns are permuted (`desc_act` or `actorder`);
-        None if no key does. Permuted matrices cannot stay quantised.
+    ordered: whether columns are permuted (`desc_act` or `actorder` in the config). The storage of
+        such matrices has one scale per column, and they cannot stay quantised.
     zeros_less_one: whether the file stores each zero point minus one.
     targets: the modules that have such matrices: exact names, patterns that start with `re:`, or
         `Linear` for all.
@@ -33,7 +33,7 @@ class Matrices(NamedTuple):
     storage: Storage
     form: str = PLAIN
     one_scale: bool = False
-    ordered: str | None = None
+    ordered: bool = False
     zeros_less_one: bool = False
     targets: tuple[str, ...] = (_LINEAR,)
 
@@ -142,8 +142,7 @@ def _gptq(settings: Settings, model: str) -> Scheme:
         raise _refused("dynamic", settings["dynamic"], model, "empty")
     is_ordered = bool(_known(settings, "desc_act", (None, True, False), model)) and size > 0
     storage = Storage(kind, (1, 1 if is_ordered else size), not symmetric, torch.float16)
-    group = Matrices(storage, GPTQ, zeros_less_one=version != "gptq_v2")
-    group = group._replace(ordered="desc_act" if is_ordered else None)
+    group = Matrices(storage, GPTQ, ordered=is_ordered, zeros_less_one=version != "gptq_v2")
     return Scheme((group,), _names(settings, "modules_to_not_convert", model))
 
 
@@ -227,8 +226,7 @@ def _compressed(part: Settings, form: object, model: str) -> Matrices:
     group = (1, 1) if is_ordered else group
     storage = Storage(_KINDS_OF_BITS[count], group, not is_symmetric, scales)
     packing = PACKED if form == "pack-quantized" else PLAIN
-    ordered = "config_groups.weights.actorder" if is_ordered else None
-    return Matrices(storage, packing, one_scale, ordered, targets=targets)
+    return Matrices(storage, packing, one_scale, is_ordered, targets=targets)
 
 
 def _modelopt(settings: Settings, model: str) -> Scheme:

@@ -67,9 +67,6 @@ def choose_form(
         reason = "its weights are not quantised"
     elif family_of(module) is None:
         reason = f"layers of {module.config.model_type} read plain weights"
-    elif scheme is not None and (ordered := {g.ordered for g in scheme.groups} - {None}):
-        key = f"quantization_config.{ordered.pop()}"
-        reason = f"{key} permutes the columns of groups, but matmuls read columns in file order"
     if reason is None:
         if header is not None and wanted != FP8:
             storages = _gguf_storages(module, header)
@@ -212,14 +209,20 @@ def _hold_as_stored(
 
 
 def _edges(held: StoredParameter, part: Part | None, told: str, joined: int) -> SetupError | None:
-    """Return an error if a row of the matrix is not a whole number of codes, if an expert's matrix
-    ends inside a group of rows, or if this rank's part would begin or end inside a code or a group;
-    else None.
+    """Return an error if the columns of a group do not lie together, if a row of the matrix is not
+    a whole number of codes, if an expert's matrix ends inside a group of rows, or if this rank's
+    part would begin or end inside a code or a group; else None.
 
     part: this rank's part; None if it has the whole matrix. told: the matrix's name, for the error.
     joined: how many matrices of the checkpoint each expert's matrix consists of.
     """
     storage, (*stacked, rows, width) = held.stored_as, held.shape_written
+    if storage.group == (1, 1):
+        return SetupError(
+            f"{told} has groups whose columns do not lie together (desc_act or actorder in "
+            "quantization_config), but matmuls read groups of neighbouring columns",
+            "take weights: dequantise",
+        )
     if width % (per_code := KINDS[storage.kind].per_code):
         return SetupError(f"{told} has {width} columns, which is not a multiple of {per_code}")
     if stacked and rows // joined % storage.group[0]:

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.types import SamplingParams
-from specdec_cli.errors import ExitCode, SetupError, UsageError
+from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.models.description import Description, describe
 from specdec_cli.models.held import plain_weight
 from specdec_cli.models.loader import load
@@ -375,17 +375,24 @@ def test_a_split_through_a_group_is_dequantised_unless_asked(
 
 
 def test_columns_in_an_order_of_their_own(tmp_path: Path) -> None:
-    """Dequantising gives the right numbers, but the stored form cannot be kept."""
+    """Dequantising gives the right numbers, but the stored form cannot be kept. Other matrices of
+    the checkpoint keep theirs."""
     settings = gptq_settings(4, 32, False, desc_act=True)
     folder = store(tmp_path, "llama", settings, gptq(4, 32, sym=False, ordered=True))
     want = dict(load(described(tmp_path / "plain", "auto"), CPU).named_parameters())
     for key, parameter in load(described(folder, "dequantise"), CPU).named_parameters():
         assert torch.equal(parameter, want[key]), key
-    with pytest.raises(UsageError, match=r"stored does not suit .*quantization_config\.desc_act"):
+    with pytest.raises(SetupError, match=r"_proj.weight of .* do not lie together \(desc_act or"):
         described(folder)
     describe_as(folder, settings | {"desc_act": False})
     with pytest.raises(SetupError, match="desc_act says that it does not"):
         load(described(folder), CPU)
+    settings = mixed_settings()
+    settings["config_groups"]["group_1"]["weights"]["actorder"] = "group"
+    folder = store(tmp_path / "mixed", "llama", settings, mixed)
+    spec = ModelSpec("target", str(folder), None, "float32", "auto")
+    held = stored_parameters(describe(spec, torch.device("cuda")).module)
+    assert held and all(".self_attn." in name for name in held)
 
 
 def test_model_optimizer_s_own_file(tmp_path: Path) -> None:
