@@ -453,11 +453,14 @@ def test_a_space_before_the_first_word_is_added_unless_the_file_says_otherwise(
         values["tokenizer.ggml.add_space_prefix"] = said
     assert pieces(values, "hello hello", tmp_path) == ["<s>", first, "▁hello"]
     tokenizer = load_tokenizer(tmp_path / "m.gguf", "m", 269, False)
-    for text in ("hello", "hello  hello ", "é漢 hello\n", "\n hello"):
+    for text in ("hello", "hello  hello ", "é漢 hello\n", "\n hello", " hello", "  hello", " "):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    for text in (" hello", "  hello", " "):  # a sentencepiece tokenizer drops one of its own spaces
-        decoded = tokenizer.decode(tokenizer.encode(text))
-        assert decoded == (text if said is False else text[1:])
+    # As in llama.cpp, a text's own space is one more, and text after a special token begins anew.
+    more = [] if said is False else ["▁"]
+    assert pieces(values, " hello", tmp_path) == ["<s>", *more, "▁hello"]
+    assert pieces(values, "</s>hello</s> hello", tmp_path) == [
+        *("<s>", "</s>", first, "</s>", *more, "▁hello")
+    ]
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {

@@ -7,7 +7,7 @@ the beginning and end of a text, so this module sets both itself.
 import json
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 
 from specdec_cli.models.gguf.header import Header
 from specdec_cli.models.gguf.tensors import FROM_GGUF
@@ -66,8 +66,8 @@ def gguf_tokenizer(header: Header) -> Any:
     backend = _with_tokens_of_file(_backend(architecture, vocabulary), vocabulary)
     if vocabulary["tokenizer_type"] == _BYTE_LEVEL:
         _cut_as_named(backend, vocabulary["pre_tokenizer_type"])
-    elif vocabulary.get("add_prefix_space") is False and not architecture.startswith("gemma"):
-        _keep_first_space(backend)
+    elif not architecture.startswith("gemma"):
+        _set_spaces(backend, adds_first=vocabulary.get("add_prefix_space") is not False)
     _add_special(backend, vocabulary)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, clean_up_tokenization_spaces=False, **settings
@@ -161,13 +161,17 @@ def _cut_as_named(backend: Any, named: str | None) -> None:
         backend.model.ignore_merges = True
 
 
-def _keep_first_space(backend: Any) -> None:
-    """Set that a text is encoded without an additional space before its first word, and decoded
-    without losing its own."""
-    backend.normalizer = None
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+def _set_spaces(backend: Any, *, adds_first: bool) -> None:
+    """Set how a tokenizer of pieces spells spaces.
+
+    adds_first: whether a text gets one more space at its beginning and after each special token, as
+    in llama.cpp. Decoding then removes the first one.
+    """
+    first = [normalizers.Prepend("▁")] if adds_first else []
+    backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "▁")])
+    backend.pre_tokenizer = None
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence(steps)
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", int(adds_first), 0)])
 
 
 def _with_tokens_of_file(backend: Any, vocabulary: dict[str, Any]) -> Any:
