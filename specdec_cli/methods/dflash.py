@@ -51,18 +51,21 @@ class DFlash(HeadProposer):
 
         The row of the last token predicts a proposal only if `anchor_predicts` is set in the
         drafter's config. If blocks always have the width used in training, the last rows of a block
-        may be unused.
+        may be unused. A sequence whose block would reach past `max_len` gets no proposals.
         """
-        if self.head is None or draft.is_over:
+        if self.head is None:
             return draft.nothing()
+        rows = self.rows(draft.k)
+        draft.lens = draft.lens * (state.length + rows - 1 <= self.max_len)
+        if draft.is_over:
+            return draft.candidates()
         head = self.head.head
         assert isinstance(head, DFlashHead)
-        rows = self.rows(draft.k)
         masks = state.tail.new_full((state.num_slots, rows - 1), head.config.mask_id)
         block = torch.cat((state.tail[:, -1:], masks), dim=1)
         # A cap shortens a sequence's proposals but never its block: rows attend to each other, so
         # the predictions depend on the number of rows.
-        lens = (draft.caps > 0) * rows
+        lens = (draft.lens > 0) * rows
         what = Rectangle(block, lens, -1, 1, self.max_len, False)
         nothing = head.norm.new_empty(*block.shape, 0)
         x = self.head.forward_slots(what, state, nothing, fused=True)

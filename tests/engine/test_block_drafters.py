@@ -392,8 +392,8 @@ def test_blocks_need_room_near_the_end(pairs: dict[str, Pair]) -> None:
 def test_padded_passes_have_the_same_rounds(
     pairs: dict[str, Pair], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes are padded as on a GPU, up to the end of the context. There, rows past the model's
-    positions are left out of a block."""
+    """Passes are padded as on a GPU, up to the end of the context. There, a sequence whose block
+    would not fit proposes nothing."""
     most = len(PROMPTS[2]) + 9
     found = planned(pairs[kind], cache__max_model_len=most, run__batch_size=3)
     live = run(found, PROMPTS)
@@ -407,6 +407,9 @@ def test_padded_passes_have_the_same_rounds(
     for seq, prompt in zip(seqs, PROMPTS, strict=True):
         count = min(NEW_TOKENS, most - len(prompt))
         assert seq.output_ids == greedy_text(pairs[kind].target, prompt, count)
+        # The last block begins with the token before that round's.
+        written = sum(accepted + 1 for _, accepted in rounds_of(seq)[:-1])
+        assert len(prompt) + written - 1 + K + (kind == "z-lab") <= most
 
 
 SAMPLED: dict[str, dict[str, Any]] = {
