@@ -56,7 +56,7 @@ class DFlash(HeadProposer):
         if self.head is None:
             return draft.nothing()
         rows = self.rows(draft.k)
-        draft.lens = draft.lens * (state.length + rows - 1 <= self.max_len)
+        draft.lens = draft.lens * (state.length <= self.max_len + 1 - rows)
         if draft.is_over:
             return draft.candidates()
         head = self.head.head

@@ -64,8 +64,8 @@ class StepHead(HeadProposer):
     """Draws k tokens per sequence from the head, one per pass."""
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """Propose tokens. The first proposal needs no pass. A sequence with a single token gets no
-        proposals, because it has no row yet."""
+        """Propose tokens. The first proposal needs no pass. A sequence with a single token has no
+        row yet, and its first draft follows from a hidden state of zeros."""
         if self.head is None:
             return draft.nothing()
         head = self.head.head

@@ -229,6 +229,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "other body": ({"model_type": "deepseek_v3"}, "model_type is .deepseek_v3"),
     "activation": ({"hidden_act": "relu"}, "hidden_act"),
     "eps": ({"rms_norm_eps": "x"}, "rms_norm_eps"),
+    "eps of zero": ({"rms_norm_eps": 0.0}, "rms_norm_eps"),
     "too many ids": ({"draft_vocab_size": 98}, "draft_vocab_size is 98"),
     "flag": ({"fc_norm": "yes"}, "fc_norm"),
     "both norms": ({"fc_norm": True, "norm_before_fc": True}, "fc_norm is true as well"),

@@ -154,7 +154,7 @@ class HeadSettings:
 
     def _eps(self) -> float:
         eps = self.body.get("rms_norm_eps", 1e-6)
-        if not isinstance(eps, int | float) or not 0 <= eps < 1:
+        if not isinstance(eps, int | float) or not 0 < eps < 1:
             raise self.bad("rms_norm_eps", eps, "it must be a small number")
         return float(eps)
 
