@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from specdec_cli.core.parallel import local_world_size
 from specdec_cli.errors import Notice
 
 _APART = 0.25  # minimum seconds between two readings
@@ -59,14 +60,14 @@ class MachineWatch:
     again.
 
     device: the device of a backend's plan.
-    ranks: the number of ranks on this host, which wait for each other and may outnumber the
-    processors.
+    ranks: the number of this run's ranks on this host, which wait for each other and may outnumber
+    the processors.
     idles: whether the process sleeps while no request is due, so that its processor time says
     nothing.
     """
 
     device: Any
-    ranks: int = 1
+    ranks: int = field(default_factory=local_world_size)
     idles: bool = False
     _stretches: list[list[_Reading]] = field(default_factory=list)
     _gpu: Any = None

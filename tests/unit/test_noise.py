@@ -285,3 +285,5 @@ def test_the_machine_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(on_gpu=3) == ["gpu_shared"] and told(on_gpu=1) == []
     assert told(1, on_gpu=3, slowed=0x8, waited=0.3) == ["gpu_throttled", "gpu_shared"]
     assert told(1, waited=0.5) == told(2, waited=0.45) == ["cpu_starved"]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert told(process=0.6) == told(1, waited=0.5) == [], "ranks wait for each other"

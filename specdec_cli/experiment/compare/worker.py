@@ -87,7 +87,7 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
     )
     if world.is_first:
         folder.append("pairs.jsonl", facts)
-    watch = MachineWatch(planned.device, local_world_size())
+    watch = MachineWatch(planned.device)
     for batch_size in task.batch_sizes:
         chosen = job.part(0, task.settings.num_prompts(batch_size))
         # `session` has captured CUDA graphs for the largest batch size, so `resized` returns it
