@@ -120,6 +120,10 @@ class Description(Unfilled):
         return found
 
     @property
+    def needs_equal_degrees(self) -> bool:
+        return "lm_head" in self.shared
+
+    @property
     def captured_width(self) -> int:
         return busy_width(self.module) if is_fusable(self.module) else 0
 

@@ -67,6 +67,8 @@ class Draft(Protocol):
     max_k: the maximum number of proposals per round; None for no limit.
     shared, shared_bytes: the target's weights that it uses (`draft.share`), and the bytes that this
         saves.
+    needs_equal_degrees: whether it must be split over as many ranks as the target, because it uses
+        the target's output matrix as the ranks hold it.
     target_tensors: a pattern for the names of tensors that it reads from the target's files; None
         if it reads none.
     captured_width: the number of tokens in its largest prefill pass that is captured as a CUDA
@@ -105,6 +107,8 @@ class Draft(Protocol):
     def shared(self) -> tuple[str, ...]: ...
     @property
     def shared_bytes(self) -> int: ...
+    @property
+    def needs_equal_degrees(self) -> bool: ...
     @property
     def target_tensors(self) -> re.Pattern[str] | None: ...
     @property

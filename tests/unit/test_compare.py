@@ -566,8 +566,10 @@ def test_few_prompts_are_told_at_the_batch_size_that_has_fewest() -> None:
     said = "8 prompts are few: intervals are wide (--limit, --dataset)"
     assert few_prompts(20) == [] != few_prompts(19)
     assert [one.message for one in warnings_of(found)] == [said]
+    degrees = ((3, 2, 1), (1,))  # no 3 ranks can share 8 heads
     found = plan_comparison(recipe, PromptSet(prompts), degrees, (32, 4), None, Permissions())
     assert warnings_of(found) == []
+    assert found.to_run[0] == Pair(2, 1) and found.recipe.target.tensor_parallel_size == 2
 
 
 @pytest.mark.parametrize(
@@ -673,9 +675,12 @@ def test_pairs_without_gpus_enough_are_skipped() -> None:
         skips_of(replace(SETTINGS, target_tps=(3,), draft_tps=(1,)), job, num_gpus=None)
 
 
-def test_a_borrowed_head_needs_the_targets_degree() -> None:
-    keys = {"run.device": "cpu", "draft.model": "demo:target", "draft.share": ["lm_head"]}
-    recipe = load_recipe("demo", keys, {})
+@pytest.mark.parametrize(
+    "keys",
+    [{"draft.model": "demo:target", "draft.share": ["lm_head"]}, {"draft.model": "demo:mtp"}],
+)
+def test_a_borrowed_head_needs_the_targets_degree(keys: dict[str, Any]) -> None:
+    recipe = load_recipe("demo", {"run.device": "cpu"} | keys, {})
     job = prepare(native, recipe, PromptSet([Prompt(0, "def f():")]), Permissions())
     skips = skips_of(replace(SETTINGS, target_tps=(1, 2), draft_tps=(1, 2)), job, num_gpus=None)
     assert set(skips) == {Pair(1, 2), Pair(2, 1)}

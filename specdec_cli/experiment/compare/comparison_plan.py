@@ -34,8 +34,8 @@ from specdec_cli.recipe.choices.registry import weights_from
 class ComparisonPlan:
     """A checked comparison.
 
-    recipe: the resolved recipe, with the degrees of the first legal pair and the first batch size
-        filled in.
+    recipe: the resolved recipe, with the degrees of the first pair that runs and the first batch
+        size filled in.
     job: the prompts, and both models planned for a single rank.
     skips: the pairs that will not run, each with the reason.
     notices, own_prompts: as in `SweepPlan`.
@@ -115,9 +115,10 @@ def plan_comparison(
     )
     num_gpus = torch.cuda.device_count() if job.plan.device.type == "cuda" else None
     skips = skips_of(settings, job, num_gpus)
-    # A recipe can hold only one pair of TP degrees and one batch size. Fill in the first legal pair
-    # and the first batch size, so that users can run the recipe in the run folder as it is.
-    first = next(pair for pair in settings.pairs if pair not in skips or not skips[pair].expected)
+    # A recipe can hold only one pair of TP degrees and one batch size. Fill in the first pair
+    # that runs and the first batch size, so that users can run the recipe in the run folder as it
+    # is.
+    first = next(pair for pair in settings.pairs if pair not in skips)
     kept = dated(with_degrees(recipe, first).changed("run", batch_size=batch_sizes[0]), job)
     notices = [*prompts.notices, *warnings_of_job(job, prompts.chat)]
     return ComparisonPlan(kept, settings, job, skips, permissions, notices, prompts.own)
@@ -139,13 +140,13 @@ def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> di
         ("draft", d): _cannot_split(lambda part: _draft_at(own, part), d)
         for d in settings.draft_tps
     }
-    shared = own.draft.shared if own.draft is not None else ()
+    needs_equal = own.draft is not None and own.draft.needs_equal_degrees
     for pair in settings.pairs:
         why = unsplit["target", pair.target_tp] or unsplit["draft", pair.draft_tp]
         if not pair.divides:
             reason = f"draft TP {pair.draft_tp} does not divide target TP {pair.target_tp}"
             found[pair] = Skip(reason, expected=True)
-        elif "lm_head" in shared and pair.draft_tp != pair.target_tp:
+        elif needs_equal and pair.draft_tp != pair.target_tp:
             reason = f"draft TP {pair.draft_tp} cannot borrow lm_head at target TP {pair.target_tp}"
             found[pair] = Skip(reason, expected=True)
         elif why is not None:
@@ -162,17 +163,16 @@ def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> di
         raise UsageError(
             f"no legal pair: {(legal or illegal)[0]}",
             "the draft's degree must divide the target's (--target-tp 4 --draft-tp 1,2,4), and "
-            "must equal it if draft.share has lm_head",
+            "must equal it if the draft uses the target's lm_head",
         )
     return found
 
 
 def _draft_at(own: Plan, part: TensorParallel) -> Draft:
-    """Describe the draft at another tensor-parallel degree. If the draft shares the target's
-    `lm_head`, the target is described at this degree too, so that the shared head is split in the
-    same way."""
+    """Describe the draft at another tensor-parallel degree, and the target too if the draft needs
+    the target's degree."""
     assert own.draft is not None
-    if "lm_head" in own.draft.shared:
+    if own.draft.needs_equal_degrees:
         own = replace(own, target=describe(own.target.spec, own.device, part))
     return draft_at(own, part)
 

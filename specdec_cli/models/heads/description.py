@@ -74,6 +74,7 @@ class HeadDescription:
     has_experts: ClassVar[bool] = False
     shared: ClassVar[tuple[str, ...]] = ()
     shared_bytes: ClassVar[int] = 0
+    needs_equal_degrees: ClassVar[bool] = False
     target_tensors: ClassVar[re.Pattern[str] | None] = None
     captured_width: ClassVar[int] = sys.maxsize
     can_compile: ClassVar[bool] = False

@@ -58,6 +58,7 @@ class MtpDraft:
 
     shared: ClassVar[tuple[str, ...]] = ()
     shared_bytes: ClassVar[int] = 0
+    needs_equal_degrees: ClassVar[bool] = True
     can_compile: ClassVar[bool] = False
     keeps_stored: ClassVar[bool] = False
 
