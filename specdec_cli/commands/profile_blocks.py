@@ -150,8 +150,8 @@ def _estimated(
     rooms: the memory sizes, as returned by `_rooms`. If there are several, each row of `points`
     has its own size in `device_memory_bytes`.
 
-    Raises `SetupError` if no combination fits. If all combinations were skipped, raises the error
-    of the first one.
+    Raises `SetupError` if no combination fits. If all combinations were skipped, or one was and
+    there is a single draft degree, raises the error of the first one.
     """
     from specdec_cli.commands.reading import recipe_options
 
@@ -160,9 +160,6 @@ def _estimated(
         from specdec_cli.experiment.memory import Estimator, document, point, settings
 
     where = recipe_options(source)
-    size = asked.resolve(where | {"draft_tp": 1 if lists["draft_tp"][0] is not None else None})
-    check_kind(size)
-    whole = size.target.tensor_parallel_size
     rows: list[dict[str, object]] = []
     found: tuple[specdec_cli.recipe.Recipe, dict[str, object]] | None = None
     problem: SpecdecError | None = None
@@ -171,23 +168,18 @@ def _estimated(
         memory = (
             {"device_memory_bytes": None if room is None else room[0]} if len(rooms) > 1 else {}
         )
-        degree = values["draft_tp"]
-        if isinstance(degree, int) and (degree < 1 or whole % degree):
-            reason = f"draft TP {degree} does not divide target TP {whole}"
-            own = {"k": values["num_speculative_tokens"], **values}
-            row = {name: own[name] for name in settings(size) if own[name] is not None}
-            rows.append(settings(size) | row | memory | {"status": "skipped", "reason": reason})
-            problem = problem or UsageError(f"--draft-tp: {reason}")
-            continue
-        resolved = asked.resolve(where | values)
-        prompts = _prompts(source, resolved, asked, context)
         try:
+            resolved = asked.resolve(where | values)
+            check_kind(resolved)
+            prompts = _prompts(source, resolved, asked, context)
             profile = estimator.estimate(resolved, prompts, room)
-        except SetupError as error:  # it may still fit at another draft TP
+        except (SetupError, UsageError) as error:  # another draft TP may do
             if len(lists["draft_tp"]) == 1:
                 raise
-            skipped = {"status": "skipped", "reason": error.message}
-            rows.append(settings(resolved) | memory | skipped)
+            own = {"k": values["num_speculative_tokens"], **values}
+            del own["num_speculative_tokens"]
+            given = {name: value for name, value in own.items() if value is not None}
+            rows.append(given | memory | {"status": "skipped", "reason": error.message})
             problem = problem or error
             continue
         rows.append(point(resolved, profile) | memory)
@@ -202,7 +194,7 @@ def _estimated(
             str(refused["reason"]),
             "use smaller models, a smaller dtype, more ranks, or more memory",
         )
-    return found[0], {**found[1], "points": rows}
+    return found[0], {**found[1], "points": [settings(found[0]) | row for row in rows]}
 
 
 def _rooms(device_memory: str | None, memory: str | None) -> Sequence[tuple[int, bool] | None]:

@@ -105,7 +105,7 @@ def test_an_estimate_over_lists(capsys: pytest.CaptureFixture[str]) -> None:
     check_contract(document)
     rows = {(p["draft_tp"], p["k"], p["block_size"]): p for p in document["points"]}
     assert len(rows) == len(document["points"]) == 12
-    assert rows[3, 5, 16]["status"] == "skipped" and "does not divide" in rows[3, 5, 16]["reason"]
+    assert rows[3, 5, 16]["status"] == "skipped" and "should divide" in rows[3, 5, 16]["reason"]
     assert rows[1, 0, 16]["num_blocks"] == document["num_blocks"], "the first values are shown"
     for block_size in (16, 32):
         by_tp = [rows[tp, 5, block_size]["num_blocks"] for tp in (1, 2)]
@@ -165,6 +165,18 @@ def test_a_degree_over_which_the_draft_cannot_be_split_is_a_row(
     assert found.document["num_blocks"] == rows[1]["num_blocks"]
     alone = profile(capsys, *asked, "--draft-tp", "4")
     assert alone.code == 2 and "cannot be divided" in alone.document["error"]["message"]
+
+
+@pytest.mark.parametrize("draft", ["demo:mtp", "demo:target --set draft.share=[lm_head]"])
+def test_a_degree_at_which_the_draft_cannot_use_the_targets_head_is_a_row(
+    draft: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("demo", *SMALL, "--draft", *draft.split(), "--target-tp", "2", "--estimate", "--json")
+    found = profile(capsys, *asked, "--draft-tp", "1,2")
+    assert found.code == 0, found.err
+    skipped, fitting = found.document["points"]
+    assert (skipped["status"], fitting["status"]) == ("skipped", "ok")
+    assert "split over 2 ranks" in skipped["reason"] and skipped["k"] == fitting["k"]
 
 
 @pytest.mark.parametrize("share", ["[]", "[embeddings]"])
@@ -346,7 +358,7 @@ def test_hostile_names_are_inert(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (("--memory", "8GiB"), "--memory needs --estimate"),
         (("--memory", "8GiB", "--device-memory", "8GiB", "--estimate"), "exclude each other"),
         (("--set", "cache.cpu_bytes=much"), "cache.cpu_bytes: expected a size such as 80GiB"),
-        (("--draft-tp", "3", "--estimate"), "draft TP 3 does not divide target TP 1"),
+        (("--draft-tp", "3", "--estimate"), "(3) should divide target.tensor_parallel_size (1)"),
         (("--context", "1000000", "--estimate"), "--context: 1000000 tokens exceed"),
         (("--block-size", "0", "--estimate"), "--block-size"),
         (("--gpu-memory-utilization", "1.5", "--estimate"), "--gpu-memory-utilization"),
