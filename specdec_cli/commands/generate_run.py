@@ -155,7 +155,7 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
             # The command that resumes the run must know what disturbed its first part.
             ready.kept.keep(watch.notices())
         raise
-    if own.is_single and outputs[0].error is not None:
+    if own.is_single and ready.job.backend.is_native and outputs[0].error is not None:
         if ready.folder is not None:
             # Nothing ran. Remove the failed sample, so that another run can use the folder.
             ready.folder.forget(SAMPLES)

@@ -437,6 +437,12 @@ def test_generate_with_a_server(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         assert specdec(capsys, *words).code == 3
         again = specdec(capsys, *words, "--resume")
         assert again.code == 0 and len(failing.written) == 2, again.err
+    failing.faults.statuses.append((400, {}))
+    with running(failing):
+        words = ("generate", "demo", "--prompt", "x", "--server", failing.url, "--json")
+        found = specdec(capsys, *words)
+    assert found.code == 3 and "prompt 0 failed: HTTP 400: planted 400" in found.err
+    assert json.loads(found.out)["outputs"][0]["finish_reason"] == "error"
     with running(other := FakeServer(k=2)):
         resumed = ("generate", "--resume", "-o", str(tmp_path), "--server", other.url)
         told = specdec(capsys, *resumed)
@@ -452,6 +458,10 @@ def test_a_key_is_sent_and_written_nowhere(
         assert told.code == 5 and "OPENAI_API_KEY" in told.err
         monkeypatch.setenv("OPENAI_API_KEY", "secret-7\n")  # as a file has it
         swept(capsys, *urls(server), "-o", tmp_path)
+        monkeypatch.setenv("OPENAI_API_KEY", "one-3\ntwo-4")
+        code, words = _told(capsys, *urls(server))
+        assert code == 2 and "OPENAI_API_KEY" in words and "one-3" not in words
+        monkeypatch.setenv("OPENAI_API_KEY", "secret-7")
     ill = FakeServer(health=503, ill=f"{'no ' * 98}secret-7 is no key")
     with running(ill):
         code, words = _told(capsys, *urls(ill), "--set", "engine.start_timeout_s=0.05")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from specdec_cli.core.types import FinishReason, Request, SamplingParams
+from specdec_cli.errors import UsageError
 from specdec_cli.text import inert
 
 Kind = Literal["vllm", "sglang", "openai"]
@@ -131,8 +132,15 @@ def listed(found: object) -> tuple[Any, ...]:
 
 def key() -> str:
     """Return the API key from OPENAI_API_KEY; empty if unset. White space around it is removed,
-    since a key that was read from a file often ends in a line break."""
-    return os.environ.get("OPENAI_API_KEY", "").strip()
+    since a key that was read from a file often ends in a line break. Raises `UsageError` for an
+    unprintable character inside, which no HTTP header can hold."""
+    found = os.environ.get("OPENAI_API_KEY", "").strip()
+    if not found.isprintable():
+        raise UsageError(
+            "OPENAI_API_KEY: the key has a line break or another unprintable character inside",
+            "set it to the key alone",
+        )
+    return found
 
 
 def without_key(words: str) -> str:

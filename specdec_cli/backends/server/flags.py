@@ -79,10 +79,15 @@ def command_of(
     """Build the command that starts a server for a recipe with proposal length `k`.
 
     kind: "vllm" or "sglang". batch_size: the largest number of concurrent requests; 0 for no limit.
-    Raises `UsageError` if the server lacks the recipe's method or
-    acceptance rule.
+    Raises `UsageError` if the server lacks the recipe's method or acceptance rule, or if the user's
+    arguments set its port.
     """
     engine, target = recipe.engine, recipe.target
+    if given := [a for a in engine.args if a.partition("=")[0] == "--port"]:
+        raise UsageError(
+            f"engine.args: {given[0]}: specdec chooses the port of each server",
+            "leave it out, or ask a server that you started with --server URL",
+        )
     launch = tuple(engine.launch or _LAUNCH[kind])
     flags: list[tuple[str, ...]] = []
     if not any("{model}" in word for word in launch):
