@@ -333,6 +333,15 @@ def test_rounds_in_the_first_chunk_took_none_of_the_time() -> None:
     assert sample.round_share == pytest.approx([0.6 * 4])
 
 
+@pytest.mark.parametrize("chunks", [[(0.01, 0)], []])
+def test_a_text_in_one_chunk_has_no_time_of_decoding(chunks: list[tuple[float, int]]) -> None:
+    for usage, told in ((12, {"one_chunk"}), (4, set())):
+        reading = Reading(text="text", usage=usage, finish_reason="stop")
+        answer = Answer(Request(0, (1, 2)), 0.0, reading=reading, chunks=chunks)
+        made = finished(answer, FACTS, 3, None, Rounds(), (0.0, 0.01), 12, may_skip=False)
+        assert made.num_tokens_from_prefill == usage and remarks([made]) == told
+
+
 def test_proposals_of_a_tree_are_not_a_chain_s() -> None:
     server = FakeServer("sglang", k=3, topk=5)
     with session_of(server, 2) as ask:

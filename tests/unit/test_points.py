@@ -95,13 +95,20 @@ def test_a_fastest_point_that_does_not_pay_beyond_chance_leaves_plain_decoding()
 
 
 @pytest.mark.parametrize(
-    ("status", "told"),
-    [("ok", "k = 0 has no round"), ("failed", "no point with proposals could be measured")],
+    ("seconds", "status", "told"),
+    [
+        (0.0, "ok", "k = 0 has no round"),
+        (1.0, "ok", "k = 2 has no round"),
+        (0.0, "failed", "no point with proposals could be measured"),
+    ],
 )
-def test_a_sweep_in_which_nothing_was_compared_concludes_nothing(status: str, told: str) -> None:
+def test_a_sweep_in_which_nothing_was_compared_concludes_nothing(
+    seconds: float, status: str, told: str
+) -> None:
     """Texts that end with their first token, or points that fail, are no reason against a k."""
     samples = {
-        Key("d", 4, k): {i: sample(i, [], 0.0, token_ids=[7]) for i in range(4)} for k in (0, 2)
+        Key("d", 4, k): {i: sample(i, [], spent, token_ids=[7]) for i in range(4)}
+        for k, spent in ((0, seconds), (2, 0.0))
     }
     plain, point = points_of(samples)
     assert plain.speedup == 1.0 and point.speedup is None

@@ -286,6 +286,8 @@ def finished(
         remarks.append("prefix_cache_hits")
     if reading.finish_reason == "length" and tokens < most:
         remarks.append("max_tokens_cut")
+    if len(answer.chunks) < 2 and tokens > k + 1:
+        remarks.append("one_chunk")
     order = rounds.order or ([], [])
     return replace(
         found,

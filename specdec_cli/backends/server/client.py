@@ -65,8 +65,11 @@ class Answer:
 
     @property
     def tokens_in_first(self) -> int:
-        """The number of tokens in the first chunk; 1 if chunks hold only text."""
-        return (self.chunks[0][1] or 1) if self.chunks else 0
+        """The number of tokens in the first chunk. If chunks hold only text, this is 1, or all
+        tokens if there is no second chunk."""
+        if len(self.chunks) < 2:
+            return self.num_tokens
+        return self.chunks[0][1] or 1
 
     @property
     def sizes(self) -> list[int]:

@@ -99,12 +99,16 @@ def _why_not_compared(points: Sequence[Point]) -> str:
     """Return the reason why no point with proposals has a speed-up."""
     if any(p.impossible_speedup is not None for p in points):
         return DISTURBED_BEYOND
-    if any(p.k and p.status == "ok" for p in points):
-        return (
-            "k = 0 has no round, since each text ends with its first token (--max-new-tokens, "
-            "sampling.ignore_eos)"
-        )
-    return "no point with proposals could be measured"
+    done = [p for p in points if p.status == "ok" and p.metrics is not None]
+    if not any(p.k for p in done):
+        return "no point with proposals could be measured"
+    untimed = [p.k for p in done if p.metrics is not None and not p.metrics.decode_seconds]
+    if not untimed:
+        return "the points have no prompt in common"
+    return (
+        f"k = {min(untimed)} has no round, since each text ends with its first token "
+        "(--max-new-tokens, sampling.ignore_eos) or comes from the server in one chunk"
+    )
 
 
 def predicted_gains(points: Sequence[Point], forecasts: Mapping[str | None, Forecasts]) -> Gains:
