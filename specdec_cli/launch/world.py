@@ -4,6 +4,7 @@ ranks that are already running, or run as a single process."""
 import contextlib
 import os
 import pickle
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -255,6 +256,8 @@ def _meet(rank: Rank, device: str, timeout_s: float) -> None:
     meeting = "env://" if seat.folder is None else f"file://{seat.folder}/meeting"
     patience = timedelta(seconds=max(timeout_s, LEAST_START_S) + _PAST_TIMEOUT_S)
     try:
+        if seat.folder is None:
+            socket.getaddrinfo(seat.address, seat.port)  # torch would retry a bad name in silence
         with meeting_quietly():
             dist.init_process_group(
                 "gloo" if device == "cpu" else "nccl",

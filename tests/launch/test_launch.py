@@ -10,13 +10,16 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from specdec_cli.errors import SetupError
-from specdec_cli.launch import ranks
+from specdec_cli.launch import ranks, world
+from specdec_cli.launch.rank import PeersMissing
 from specdec_cli.launch.ranks import run_ranks
 from specdec_cli.launch.reports import End
+from specdec_cli.launch.seat import Seat
 from tests.launch.helpers import (
     living,
     marked,
@@ -226,6 +229,21 @@ def test_another_number_of_ranks_is_refused_once() -> None:
     written = [task.communicate(timeout=60) for task in tasks]
     assert [task.returncode for task in tasks] == [2, 2]
     assert [err.count("torchrun started 2") for _, err in written] == [1, 0]
+
+
+def test_an_address_that_is_none_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would retry until its timeout."""
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("torch was asked to connect")
+
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    monkeypatch.setattr("torch.distributed.init_process_group", never)
+    seat = Seat(0, 2, 0, 2, "torchrun", "gpu..07", 29500)
+    with pytest.raises(
+        PeersMissing, match=r"could not connect to the other ranks at gpu\.\.07:29500"
+    ):
+        world._meet(SimpleNamespace(seat=seat), "cpu", 5.0)  # type: ignore[arg-type]
 
 
 def test_the_folder_of_a_run_is_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
