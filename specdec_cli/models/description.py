@@ -116,7 +116,8 @@ class Description(Unfilled):
             turns = num_turns(self.module) * self.layers[0].key_dim
             found += 2 * self.reach * turns * self.dtype.itemsize
             if self.device.type == "cpu":
-                found += bytes_held_twice(self.module)
+                is_view = bool(self.shards.tied) and not self.shared
+                found += bytes_held_twice(self.module, splits_embedding=is_view)
         return found
 
     @property

@@ -146,15 +146,20 @@ def fuse(module: Any, max_len: int, parallel: TensorParallel = ALONE) -> FusedFo
     return FusedForward(module, max_len, parallel) if is_fusable(module) else None
 
 
-def bytes_held_twice(module: Any) -> int:
+def bytes_held_twice(module: Any, *, splits_embedding: bool = False) -> int:
     """Return the size in bytes of the weights that `fuse` keeps both packed and unpacked on a CPU.
-    Each weight is counted once. The module may be on meta."""
+    Each weight is counted once. The module may be on meta.
+
+    splits_embedding: whether the head is a view of a part of the embedding. Its unpacked form is
+        then one more copy.
+    """
     groups = [group for layer in module.model.layers for group in matrices(layer)]
     merged = [sum(p.numel() for p in m) for m in groups if not isinstance(m[0], StoredParameter)]
     twice = [n for n in merged if all(ops.forms_of(n, module.dtype))]
     head = module.lm_head.weight
-    is_packed = ops.forms_of(head.numel(), module.dtype).packed
-    twice += [head.numel()] * (is_packed and not isinstance(head, StoredParameter))
+    forms = ops.forms_of(head.numel(), module.dtype)
+    copies = forms.packed + (forms.plain and splits_embedding)
+    twice += [head.numel()] * (0 if isinstance(head, StoredParameter) else copies)
     return sum(twice) * int(module.dtype.itemsize)
 
 

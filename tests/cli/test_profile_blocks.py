@@ -90,10 +90,9 @@ def test_two_ranks_with_the_draft_on_one(capsys: pytest.CaptureFixture[str]) -> 
     estimate = profile(capsys, "demo", "--estimate", *options)
     assert estimate.document["num_blocks"] == document["num_blocks"] == by_tp[1] < by_tp[2]
     for measured, guess in zip(document["ranks"], estimate.document["ranks"], strict=True):
-        # On a CPU a rank's shard of a tied head is a copy.
-        assert guess["target_weight_bytes"] == pytest.approx(
-            measured["target_weight_bytes"], rel=0.15
-        )
+        # On a CPU a rank's shard of a tied head is a copy. Inverse frequencies are not counted.
+        for name in ("target_weight_bytes", "draft_weight_bytes"):
+            assert guess[name] == pytest.approx(measured[name], abs=256)
 
 
 def test_an_estimate_over_lists(capsys: pytest.CaptureFixture[str]) -> None:

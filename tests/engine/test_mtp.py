@@ -22,6 +22,7 @@ from specdec_cli.engine.memory.measured import weight_bytes
 from specdec_cli.engine.plan import Plan, plan_all_ranks
 from specdec_cli.errors import ExitCode, SetupError, UsageError
 from specdec_cli.methods.mtp import ChainedModules
+from specdec_cli.models.heads.mtp.draft import MtpDraft
 from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.recipe import load_recipe
 from specdec_cli.recipe.choices.mtp import MTP
@@ -460,6 +461,16 @@ def test_estimates_are_near_on_a_cpu(
     assert mine.draft_weight_bytes == pytest.approx(guess.draft_weight_bytes, abs=256)
     assert mine.activation_bytes < 4 * guess.activation_bytes
     assert guess.activation_bytes < 4 * mine.activation_bytes
+
+
+def test_a_tied_head_over_ranks_is_left_out_once() -> None:
+    keys = {"target.tensor_parallel_size": 2, "draft.tensor_parallel_size": 2}
+    recipe = load_recipe("demo", {"draft.model": "demo:mtp", **keys})
+    first, _ = plan_all_ranks(recipe, Permissions(), torch.device("cpu"))
+    assert isinstance(first.draft, MtpDraft)
+    body, lent = first.draft.body, ("model.embed_tokens.weight", "lm_head.weight")
+    own = [p for name, p in body.module.named_parameters() if name not in lent]
+    assert body.weight_bytes == sum(p.nbytes for p in own)
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "mimo_v2_flash"])

@@ -318,6 +318,8 @@ def _body(
             "unquantised output matrix"
         )
     weights = borrowed_weights(body.module, body.module, shared)
-    saved = sum(map(held_bytes, {id(w): w for w in weights.values()}.values()))
+    # A tied head that is split over ranks is not among the weights that the description counts.
+    spared = {id(w): w for name, w in weights.items() if name not in body.shards.tied}
+    saved = sum(map(held_bytes, spared.values()))
     found = replace(body, shared=shared, shared_bytes=saved, draft_tensors=_OUTER)
     return found.within(place.max_model_len)
