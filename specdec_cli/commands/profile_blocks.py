@@ -5,6 +5,7 @@ Parses the command line and shows the results; `experiment.memory` does the work
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -150,8 +151,9 @@ def _estimated(
     rooms: the memory sizes, as returned by `_rooms`. If there are several, each row of `points`
     has its own size in `device_memory_bytes`.
 
-    Raises `SetupError` if no combination fits. If all combinations were skipped, or one was and
-    there is a single draft degree, raises the error of the first one.
+    Raises `SetupError` if no combination fits. If all combinations were skipped, raises the error
+    of the first one. Raises an error of one that no draft degree could avoid: there is one degree,
+    or the values of the other options are refused with each.
     """
     from specdec_cli.commands.reading import recipe_options
 
@@ -163,6 +165,7 @@ def _estimated(
     rows: list[dict[str, object]] = []
     found: tuple[specdec_cli.recipe.Recipe, dict[str, object]] | None = None
     problem: SpecdecError | None = None
+    refusals: Counter[tuple[object, ...]] = Counter()  # by memory size and values but for degrees
     points, estimator = list(_points(lists, len(rooms))), Estimator(asked.permissions(), context)
     for room, values in itertools.product(rooms, points):
         memory = (
@@ -174,7 +177,9 @@ def _estimated(
             prompts = _prompts(source, resolved, asked, context)
             profile = estimator.estimate(resolved, prompts, room)
         except (SetupError, UsageError) as error:  # another draft TP may do
-            if len(lists["draft_tp"]) == 1:
+            others = (room, *(values[name] for name in values if name != "draft_tp"))
+            refusals[others] += isinstance(error, UsageError)
+            if len(lists["draft_tp"]) in (1, refusals[others]):
                 raise
             own = {"k": values["num_speculative_tokens"], **values}
             del own["num_speculative_tokens"]

@@ -176,6 +176,8 @@ def test_a_degree_at_which_the_draft_cannot_use_the_targets_head_is_a_row(
     skipped, fitting = found.document["points"]
     assert (skipped["status"], fitting["status"]) == ("skipped", "ok")
     assert "split over 2 ranks" in skipped["reason"] and skipped["k"] == fitting["k"]
+    found = profile(capsys, *asked, "--draft-tp", "1,2", "--block-size", "16,0")
+    assert found.code == 2 and "block_size" in found.err, "no degree would do"
 
 
 @pytest.mark.parametrize("share", ["[]", "[embeddings]"])
