@@ -204,11 +204,9 @@ def test_a_crowded_server_loses_by_speculation(capsys: pytest.CaptureFixture[str
         found = swept(capsys, *words)
     best = found["best_by_request_rate"]
     assert best["80"]["k"] == 0, best
-    if best["6"]["k"] == 0:  # a busy machine hides the gain, and the run says that it was busy
-        late = [
-            w["evidence"]["request_rate"] for w in found["warnings"] if w["code"] == "client_late"
-        ]
-        assert 6.0 in late and 3 in best["6"]["tied"], best
+    assert 3 in best["6"]["tied"], best
+    if best["6"]["k"] == 0:  # sixteen requests that wait for each other show nothing
+        assert "the queue lasts too long for this window" in best["6"]["reason"]
     else:
         assert best["6"]["k"] == 3 and found["crossover"] == {"below": 6.0, "above": 80.0}
 
