@@ -48,7 +48,7 @@ class Recipe(Section):
     def _method_without_draft(cls, data: Any) -> Any:
         """Set `speculation.method` for recipes without a draft model.
 
-        If `draft.model` is the name of a method that needs no draft, such as ngram, use this method
+        If `draft.model` is the name of a method that needs no draft, such as prompt lookup, use it
         and drop the draft section.
 
         If there is no draft section, use the method "none", which is plain decoding, in two cases:

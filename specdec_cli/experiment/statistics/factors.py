@@ -51,7 +51,7 @@ class MidRatio:
         if len(self.columns) < 2:
             return None
         influence, kept = self.influence()
-        error = np.sqrt(_squares(influence[None], kept)[0, 0])
+        error = np.sqrt(_covariance(influence[None], kept)[0, 0])
         reach = float(stats.student(kept - 1) * error)
         return [self.value * float(np.exp(-reach)), self.value * float(np.exp(reach))]
 
@@ -118,14 +118,14 @@ def reach_of(measures: Sequence[Measure]) -> float:
     prompts = [m.prompts if isinstance(m, Product) else m for m in usable]
     if not prompts or (count := len(prompts[0].columns)) < stats.FEWEST:
         return 1.0
-    covariance = _squares(np.stack([m.influence for m in prompts]), count)
+    covariance = _covariance(np.stack([m.influence for m in prompts]), count)
     parts = [m.parts.influence() for m in usable if isinstance(m, Product)]
     if parts and (count := min(count, parts[0][1])) > 1:
-        covariance = covariance + _squares(np.stack([own for own, _ in parts]), parts[0][1])
+        covariance = covariance + _covariance(np.stack([own for own, _ in parts]), parts[0][1])
     return stats.joint_reach(covariance, max(1, (count - 1) // 2))
 
 
-def _squares(influences: Array, kept: int) -> Array:
+def _covariance(influences: Array, kept: int) -> Array:
     """Compute the covariance [M, M] of the errors of M measures.
 
     influences: the effect of each observation on each measure, [M, N].
