@@ -11,6 +11,11 @@ frees its multiprocessor for the successor.
 After the call, kernels are ordered as in an ordinary stream, and memory may be reused. The
 successor may start only after the wait, so at most one kernel runs ahead. A kernel may therefore
 read, before its own wait, everything that was written by kernels before its predecessor.
+
+The sums of `comm` are an exception: they may run beside the matmul before them, and let their
+successor start meanwhile (`beside_predecessor`). So a sum writes only memory that was allocated
+before the matmul was launched, and the successor must not read before its wait what the matmul has
+written. Nothing does, because the matmul has written only words for the sum.
 """
 
 from functools import cache
@@ -107,6 +112,22 @@ def after_predecessor(DEPENDENT: tl.constexpr):
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def beside_predecessor(DEPENDENT: tl.constexpr):
+    """Let the successor start, without waiting for the predecessor. The kernel must learn by other
+    means which of the predecessor's writes it may read. Every program must call
+    `end_beside_predecessor` at its end."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def end_beside_predecessor(DEPENDENT: tl.constexpr):
+    """Wait until the predecessor has completed, so that kernels after this one come after it."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

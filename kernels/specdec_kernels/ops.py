@@ -17,7 +17,13 @@ from specdec_kernels.attention.reference import (
     write_kv,
     write_kv_turned,
 )
-from specdec_kernels.comm.peers import gather_columns, reduce_add_norm, reduce_parts
+from specdec_kernels.comm.peers import (
+    gather_columns,
+    linear_reduce,
+    linear_reduce_add_norm,
+    mixture_reduce_add_norm,
+    reduce_add_norm,
+)
 from specdec_kernels.comm.reference import fetch_staged, tell_tokens
 from specdec_kernels.experts.reference import CLAMPED, Experts, Routing, mixture_add_norm
 from specdec_kernels.linear.cpu import PackedWeight, Weight, forms_of, pack_weight

@@ -157,7 +157,7 @@ def measure(rows: int, layers: list[Experts], norm: Tensor, args: argparse.Names
     if rows > 8:
         timed(
             "sorted, by the library",
-            lambda n: sorted_mixture_add_norm(normed[n], layers[n], norm, 1e-6),
+            lambda n: sorted_mixture_add_norm(normed[n], layers[n], normed[n].hidden, norm, 1e-6),
         )
 
 
@@ -197,7 +197,7 @@ def measure_groups(
         groups = group_triton(x, layers[n])
         if down is None:
             return grouped_product(x.scaled, groups, layers[n], gate_up, is_gate=True)
-        return grouped_mixture_add_norm(x, groups, layers[n], (gate_up, down), norm, 1e-6)
+        return grouped_mixture_add_norm(x, groups, layers[n], (gate_up, down), x.hidden, norm, 1e-6)
 
     timed("router", lambda n: group_triton(xs[n], layers[n]), 0)
     timed(f"gate_up {tuple(chosen[0])}", lambda n: run(n, chosen[0], None), 2 / 3)

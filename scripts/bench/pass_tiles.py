@@ -10,9 +10,9 @@ keep their chosen tiles, as all do in the first line. There is no attention. Nee
 bf16. Graphs alternate: most differences of 0.3 us a layer repeat. N processes with `--compile I/N`
 compile in advance.
 
-With torchrun the layers are split over its ranks, and sums go through memory that they share. The
-try `read` has ranks read each other's parts, for numbers of rows that they write to each other.
-Times are the slowest rank's.
+With torchrun the layers are split over its ranks, and sums go through memory that they share. For
+few rows, matmuls send their parts to the other ranks. With the try `store` they store them, and the
+sums send them; with `read`, sums read the other ranks' parts. Times are the slowest rank's.
 """
 
 import argparse
@@ -27,8 +27,8 @@ import torch.distributed as dist
 from graph_times import alternated_times, graph_times
 from rates import read_rate
 from shapes import MODELS, STORAGES, Model
-from specdec_kernels import ops
 from specdec_kernels.comm.peers import Peers
+from specdec_kernels.comm.peers_triton import Outputs, reduce_add_norm_triton
 from specdec_kernels.linear.few_rows_triton import few_rows_linear
 from specdec_kernels.linear.one_row_triton import one_row_linear
 from specdec_kernels.linear.products_triton import kernel_for
@@ -43,9 +43,9 @@ from specdec_cli.core.peers import shared_memory
 
 EPS = 1e-5
 KINDS = {"norm": "norm", "out": "add", "gate": "gate", "down": "add"}
-READ = "read"
+READ, STORE = "read", "store"
 Try = dict[str, Tiles | RowTiles | None]
-Outputs = tuple[Tensor, Tensor, Tensor]
+Results = tuple[Tensor, Tensor, Tensor]
 
 
 def parsed(text: str) -> Try:
@@ -53,8 +53,8 @@ def parsed(text: str) -> Try:
     found: Try = {}
     for part in text.split("+"):
         kind, _, fields = part.partition(":")
-        if kind == READ:
-            found[READ] = None
+        if kind in (READ, STORE):
+            found[kind] = None
             continue
         for name in ("out", "down") if kind == "add" else (kind,):
             if name not in KINDS:
@@ -105,19 +105,22 @@ class Layers:
 
     def added(
         self, place: int, name: str, x: Tensor, weights: dict[str, Any], tries: Try, to: Tensor
-    ) -> Outputs:
+    ) -> Results:
         """A product, summed over ranks, that is added to the residual stream and normed."""
         run, peers = product(name, x, weights, tries), self.peers
         if peers is None:
             return run(residual=to, norm_weight=self.norm)
-        run(into=peers.take(place, *to.shape))
         peers = replace(peers, pushed=None) if READ in tries else peers
-        hidden, scaled, squares, _ = ops.reduce_add_norm(peers, place, to, self.norm, EPS)
+        inbox = None if STORE in tries else peers.inbox(place, len(to))
+        outputs = Outputs.allocated(peers.parts, len(to), has_norm=True)
+        run(into=peers.take(place, *to.shape), inbox=inbox)
+        end = to, self.norm, EPS, outputs, inbox is not None
+        hidden, scaled, squares, _ = reduce_add_norm_triton(peers, place, *end)
         assert squares is not None
         return hidden, scaled, squares
 
 
-def product(name: str, x: Tensor, weights: dict[str, Any], tries: Try) -> partial[Outputs]:
+def product(name: str, x: Tensor, weights: dict[str, Any], tries: Try) -> partial[Results]:
     """The launch of a linear layer, without norm, residual and activation."""
     if (tiles := tries.get(name)) is not None:
         weight = weights[name]

@@ -5,6 +5,7 @@ from typing import Self
 
 import torch
 from specdec_kernels import ops
+from specdec_kernels.comm.peers import Peers
 from specdec_kernels.linear.reference import Normed
 from torch import Tensor
 
@@ -62,10 +63,14 @@ class SplitProducts:
         """
         if self.parallel.size == 1 and post_norm is None:
             return ops.linear_add_norm(x, weight, residual, norm_weight, eps, bias)
-        if (room := self._room(place, residual)) is not None:
-            ops.linear(x, weight, bias, into=room)
-            return self._add_shared(place, residual, norm_weight, eps, post_norm)
-        whole = self.parallel.all_reduce(ops.linear(x, weight, bias))
+        if (peers := self._peers_for(residual)) is not None:
+            assert not isinstance(weight, ops.PackedWeight), "ranks that share memory are on CUDA"
+            product = peers, place, x, weight, bias
+            if post_norm is None:
+                return ops.linear_reduce_add_norm(*product, residual, norm_weight, eps)
+            whole = ops.linear_reduce(*product)
+        else:
+            whole = self.parallel.all_reduce(ops.linear(x, weight, bias))
         return ops.add_norm(whole, residual, norm_weight, eps, post_norm)
 
     def mixture_add_norm(
@@ -90,35 +95,19 @@ class SplitProducts:
             return ops.mixture_add_norm(x, experts, norm_weight, eps)
         # If each rank added the residual stream, the sum over ranks would contain it several times.
         # So add it only after summing.
-        start = self.nothing.expand_as(x.hidden) if shared is None else ops.linear(*shared)
-        alone = x._replace(hidden=start)
+        start = None if shared is None else ops.linear(*shared)
+        if (peers := self._peers_for(x.hidden)) is not None:
+            mixture = peers, _OF_MLP, x, experts, start
+            return ops.mixture_reduce_add_norm(*mixture, norm_weight, eps)
+        alone = x._replace(hidden=self.nothing.expand_as(x.hidden) if start is None else start)
         part = ops.mixture_add_norm(alone, experts, norm_weight, eps).hidden
-        if (room := self._room(_OF_MLP, x.hidden)) is not None:
-            room.copy_(part)
-            return self._add_shared(_OF_MLP, x.hidden, norm_weight, eps)
         return ops.add_norm(self.parallel.all_reduce(part), x.hidden, norm_weight, eps)
 
-    def _room(self, place: int, residual: Tensor) -> Tensor | None:
-        """Return the shared memory to which this rank writes its result, which is one summand of
-        the sum over ranks. Return None if there is no shared memory or it is too small. place: as
-        for `add_norm`."""
-        return None if self.shared is None else self.shared.sums.take(place, *residual.shape)
-
-    def _add_shared(
-        self,
-        place: int,
-        residual: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        post_norm: Tensor | None = None,
-    ) -> Normed:
-        """Sum the results that all ranks have written to shared memory, add the sum to the residual
-        stream, and apply the next norm. place, post_norm: as for `add_norm`."""
-        assert self.shared is not None
-        if post_norm is None:
-            return ops.reduce_add_norm(self.shared.sums, place, residual, norm_weight, eps)
-        whole = ops.reduce_parts(self.shared.sums, place, len(residual))
-        return ops.add_norm(whole, residual, norm_weight, eps, post_norm)
+    def _peers_for(self, residual: Tensor) -> Peers | None:
+        """Return the shared memory through which ranks sum their parts of rows like `residual`.
+        Return None if there is no shared memory or it is too small."""
+        sums = None if self.shared is None else self.shared.sums
+        return None if sums is None or sums.take(0, *residual.shape) is None else sums
 
     def logits(self, x: Normed, head: ops.Weight, bias: Tensor | None = None) -> Tensor:
         """Compute logits for this rank's part of the vocabulary, gather those of all ranks, and

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from specdec_kernels import ops
 
 from specdec_cli.acceptance.synthetic import SyntheticAcceptance
 from specdec_cli.core import peers
@@ -68,6 +69,59 @@ def refusal_to_meet(rank: int, meetings: list[int]) -> str | None:
     finally:
         peers._meetings[:] = before
     return None
+
+
+def sums_of_sent_parts(
+    rank: int, size: tuple[int, int, int], dtype: torch.dtype, runs: int = 30
+) -> tuple[bool, list[float]]:
+    """Run MLPs whose down projections are split, as CUDA graphs. Their parts are sent to all ranks
+    by the matmuls, or stored and sent by the sums.
+
+    size: rows, features inside a rank's MLP, and features of the residual stream. Returns whether
+    both ways gave the same on all ranks, and the norm of each run's result.
+    """
+    own = make_groups(dist.get_world_size(), 1, device(rank)).target
+    assert own is not None
+    rows, inside, width = size
+    kind: dict[str, Any] = {"dtype": dtype, "device": own.device}
+    shared = peers.shared_memory(own, width, 8 * own.size, dtype)
+    assert shared is not None, "these GPUs cannot read each other"
+    sums, norm = shared.sums, torch.ones(width, **kind)
+    layers = [
+        [torch.randn(n, k, **kind) / k**0.5 for n, k in ((inside, width), (width, inside))]
+        for _ in range(6)
+    ]
+    stream = torch.zeros(rows, width, **kind)
+
+    def run(sends: bool) -> torch.Tensor:
+        x = ops.Normed(stream, ops.rms_norm(stream, norm, 1e-5), None, 1e-5)
+        for number, (up, down) in enumerate(layers):
+            inner, place, end = ops.norm_linear(x, up), number % 2, (x.hidden, norm, 1e-5)
+            if sends:
+                x = ops.linear_reduce_add_norm(sums, place, inner, down, None, *end)
+            else:
+                ops.linear(inner, down, into=sums.take(place, rows, width))
+                x = ops.reduce_add_norm(sums, place, *end)
+        return x.hidden
+
+    graphs = {}
+    for sends in (False, True):
+        run(sends)
+        graphs[sends] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[sends]):
+            out = run(sends)
+        graphs[sends].out = out  # type: ignore[attr-defined]
+    are_equal, norms = True, []
+    for _ in range(runs):
+        stream.copy_(own.broadcast(torch.randn(rows, width, **kind)))
+        found = []
+        for sends in (False, True, True):
+            graphs[sends].replay()
+            found.append(graphs[sends].out.clone())  # type: ignore[attr-defined]
+        theirs = own.broadcast(found[0].clone())
+        are_equal &= all(torch.equal(theirs, one) for one in found)
+        norms.append(float(theirs.float().norm()))
+    return are_equal, norms
 
 
 def pass_errors(

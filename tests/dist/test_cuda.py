@@ -24,9 +24,9 @@ PAIRS = [(2, 1), (2, 2)] + ([(4, 1), (4, 2), (4, 4)] if GPUS >= 4 else [])
 RUNS = [(3, GREEDY), (4, SAMPLED), (0, GREEDY), (3, GREEDY)]
 
 
-# Five families with fused layers (gemma2 has norms before sums, two have experts), and one with
-# transformers' own.
-FAMILIES = ["llama", "qwen3", "gemma2", "qwen3_moe", "gpt_oss", "olmo2"]
+# Six families with fused layers (gemma2 has norms before sums, three have experts, and one of them
+# shared ones), and one with transformers' own.
+FAMILIES = ["llama", "qwen3", "gemma2", "qwen3_moe", "gpt_oss", "glm4_moe", "olmo2"]
 
 
 @pytest.fixture(scope="module", params=PAIRS, ids=str)
@@ -64,6 +64,32 @@ def test_output_does_not_depend_on_degrees(
     first = agreed(world.run(cases.decode, pair, tps, PROMPTS, RUNS, **settings), tps[0])
     assert first["seqs"] == want["seqs"]
     assert all(m.broadcast_ms > 0 for m in first["metrics"])
+
+
+# Rows, features inside a rank's MLP, and features of the residual stream: sums of one row and of
+# several, of the kernel for one row, and of too many rows to be sent.
+SIZES = [
+    (1, 512, 4096),
+    (6, 1792, 8192),
+    (8, 96, 8192),
+    (1, 1024, 2048),
+    (20, 64, 600),
+    (48, 64, 4096),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_sums_of_parts_that_matmuls_send(
+    ranks: tuple[World, tuple[int, int]], size: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    world, (target, draft) = ranks
+    if target != draft:
+        pytest.skip("a world of this size has run it")
+    answers = world.run(cases.sums_of_sent_parts, size, dtype)
+    assert all(are_equal for are_equal, _ in answers)
+    norms = answers[0][1]
+    assert len(set(norms)) == len(norms), "each run has a result of its own"
 
 
 def test_a_run_ends_whose_graphs_hold_sums_of_nccl() -> None:

@@ -93,6 +93,10 @@ def search(by_mass: bool, first: bool, after_top_k: bool = False, **extra: Any) 
 
 
 SQUARES = {"squares_ptr": "*fp32", "out_squares_ptr": "*fp32"}
+# A product that sends its result to the inboxes of four ranks.
+SENT = {"SIZE": 4, "inboxes_ptr": PRESENT, "counts_ptr": PRESENT}
+SENT |= absent("residual", "norm", "scaled", "out_squares")
+INBOX = {"inboxes_ptr": "*i64", "counts_ptr": "*i32"}
 APART = {"PARTS": 0, "squares_ptr": None}  # the norm is a kernel of its own
 
 
@@ -146,6 +150,12 @@ def stored_types(storage: Storage) -> dict[str, str]:
     return names | ({"zeros_ptr": names["scales_ptr"]} if storage.has_minima else {})
 
 
+def sent(constants: dict[str, Any], types: dict[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The constants and types of a product that sends its result instead of storing it."""
+    constants = {name: value for name, value in (constants | SENT).items() if value != PRESENT}
+    return constants, types | INBOX
+
+
 def without_zeros(storage: Storage) -> dict[str, None]:
     return absent(*([] if storage.has_zeros or storage.has_minima else ["zeros"]))
 
@@ -175,7 +185,8 @@ def around(kind: str, width: int) -> dict[str, Any]:
     """Constants of the work beside a product."""
     parts = 0 if kind == "add" else 256
     constants = {"K": width, "PARTS": parts, "BLOCK_P": max(parts, 1), "DEPENDENT": True}
-    constants |= {"ACTIVATION": "silu" if kind == "gate" else ""}
+    constants |= {"ACTIVATION": "silu" if kind == "gate" else "", "SIZE": 0}
+    constants |= absent("inboxes", "counts")
     if kind == "add":
         return constants | absent("bias", "squares")
     constants |= absent("residual", "norm", "scaled", "out_squares")
@@ -217,7 +228,7 @@ def mixture(
 ) -> dict[str, Any]:
     """Constants of a kernel of experts as its launcher chooses them. sizes: E, K and F."""
     num_experts, width, features = sizes
-    storage = more.pop("storage", None)
+    storage, ranks = more.pop("storage", None), more.pop("ranks", 0)
     router, gate_up, down = (
         torch.empty(size, dtype=dtype, device="meta")
         for size in (
@@ -243,7 +254,8 @@ def mixture(
     elif name == "gate_up":
         found = gate_up_constants(width, True, experts, gate_tiles)
     else:
-        found = down_constants(features, experts, down_tiles, True)
+        found = down_constants(features, experts, down_tiles, True, ranks)
+        found |= {} if found["SIZE"] else absent("inboxes", "counts")
     found |= {"DEPENDENT": True} | fields
     return found if "activation" in more else found | absent("bias")
 
@@ -489,6 +501,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("fp8-32", "*fp16", stored("norm", 32, 4096, 6144, Storage("fp8"), dtype=FP16)),
             ("int8-32", "*fp16", stored("norm", 32, 4096, 6144, Storage("int8"), dtype=FP16)),
             ("int4-add-6", "*bf16", stored("add", 6, 14336, 4096, GPTQ)),
+            ("fp8-sent-6", "*bf16", sent(*stored("add", 6, 7168, 8192, BLOCKS))),
             ("int4-16", "*bf16", stored("gate", 16, 4096, 28672, GPTQ)),
             ("int4-48", "*bf16", stored("norm", 48, 4096, 6144, GPTQ)),
             ("int4-zeros-48", "*bf16", stored("gate", 48, 4096, 28672, AWQ)),
@@ -542,6 +555,10 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("add-wide", "*bf16", linear("add", 48, 13824, 5120), SQUARES),
             ("add-split", "*bf16", linear("add", 48, 2048, 2048), SQUARES),
             ("head", "*bf16", linear("norm", 8, 4096, 128256), SQUARES),
+            *(
+                (f"sent-{rows}", "*bf16", *sent(linear("add", rows, 7168, 8192), SQUARES))
+                for rows in (1, 6)
+            ),
             ("one-feature", "*bf16", linear("norm", 8, 584, 1) | {"num_features": 1}, SQUARES),
             (
                 *("fp64-scalar", "*fp16", linear("gate", 48, 896, 9728) | {"PARTS": 28}),
@@ -563,6 +580,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("norm", "*bf16", one_row("norm", 2048, 3072), SQUARES),
             ("gate", "*bf16", one_row("gate", 2048, 8192), SQUARES),
             ("add", "*bf16", one_row("add", 8192, 2048), SQUARES),
+            ("sent", "*bf16", *sent(one_row("add", 2048, 2048), SQUARES)),
             ("uneven", "*fp32", one_row("add", 4864, 896, torch.float32), SQUARES),
             ("fp8", "*bf16", one_row("norm", 2048, 3072, storage=Storage("fp8")), CODES),
             ("fp8-blocks", "*bf16", one_row("gate", 2048, 8192, storage=BLOCKS), CODES),
@@ -606,6 +624,11 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         )
         for name in ("route", "gate_up", "down")
     },
+    "down-sent": (
+        *("experts.down_triton", "down_kernel", "*bf16"),
+        mixture("down", 6, ranks=4) | absent("residual", "norm", "scaled", "out_squares"),
+        {**MIXTURE, **INBOX},
+    ),
     "route-sigmoid": (
         *("experts.route_triton", "route_kernel", "*bf16"),
         mixture("route", 1, routing=DEEPSEEK),
@@ -657,6 +680,12 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         {"K": 2048, "NUM_CHOSEN": 8, "BLOCK": 2048, "num_warps": 4, "DEPENDENT": True},
         {"places_ptr": "*i64"},
     ),
+    "combine-part": (
+        *("experts.sorted_triton", "combine_kernel", "*bf16"),
+        {"K": 2048, "NUM_CHOSEN": 8, "BLOCK": 2048, "num_warps": 4, "DEPENDENT": True}
+        | absent("places", "residual", "norm", "out"),
+        {},
+    ),
     "combine-in-order": (
         *("experts.sorted_triton", "combine_kernel", "*bf16"),
         {"K": 2880, "NUM_CHOSEN": 4, "BLOCK": 4096, "num_warps": 8, "DEPENDENT": True}
@@ -671,8 +700,8 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             {
                 **{"N": 8192, "RANK": 1, "SIZE": 4, "BLOCK_RANKS": 4, "BLOCK_M": rows},
                 **{"BLOCK_N": 256, "PUSHED": 32768, "num_warps": rows, "DEPENDENT": True},
-                **({} if way == "pushed" else absent("pushed")),
-                **{"SHARED_OUT": way == "shared"},
+                **({} if way in ("pushed", "sent") else absent("pushed")),
+                **{"SHARED_OUT": way == "shared", "SENT": way == "sent"},
                 **({} if residual else absent("residual")),
                 **({} if for_norm else absent("norm", "scaled", "squares")),
             },
@@ -681,7 +710,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         for rows, residual, for_norm, way in (
             *((1, True, True, "read"), (4, True, True, "read"), (4, True, False, "read")),
             *((4, False, False, "read"), (1, True, True, "pushed"), (4, True, True, "pushed")),
-            (4, True, False, "shared"),
+            *((4, True, False, "shared"), (1, True, True, "sent"), (4, True, True, "sent")),
         )
     },
     **{

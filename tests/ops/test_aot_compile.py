@@ -89,6 +89,13 @@ def test_attention_begins_to_wait_soon(case, sizes):
     assert sizes[case]["early_barriers"] <= 4 < sizes[case]["late_barriers"]
 
 
+@pytest.mark.parametrize("case", [c for c in aot_compile.CASES if c.startswith("reduce_add_norm")])
+def test_a_sum_of_sent_parts_waits_for_the_matmul_at_its_end(case, sizes):
+    """Other sums begin with that wait. Threads meet at barriers to sum, before or after it."""
+    at_end = sizes[case]["late_barriers"] == 0 < sizes[case]["early_barriers"]
+    assert at_end == case.endswith("-sent")
+
+
 @pytest.mark.parametrize("case", [c for c in aot_compile.CASES if "linear-narrow" in c])
 def test_threads_of_one_row_exchange_nothing_but_sums(case, sizes):
     """Numbers that moved to the threads of x had a barrier for each chunk and twice the code."""

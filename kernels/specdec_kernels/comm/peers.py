@@ -1,10 +1,13 @@
 """Sums and gathers over the GPUs of a group, through memory that all of them can read."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
+from specdec_kernels.experts.reference import Experts
 from specdec_kernels.linear.reference import Normed
+from specdec_kernels.linear.stored import Stored
 
 MAX_ROWS = 256  # maximum rows that a shared buffer holds
 
@@ -14,7 +17,8 @@ SUM_ROWS, SUM_COLUMNS = 4, 256
 # For sums of up to this many 16-bit values, each rank writes its partial sums into the memory of
 # the other ranks. Each 64-bit word holds two values and a call number, which tells the reader that
 # they have arrived, so a sum takes one trip over NVLink. For larger sums, ranks announce their
-# partial sums and then read each other's, which takes two trips but moves half as many bytes.
+# partial sums and then read each other's, which takes two trips but moves half as many bytes. A
+# matmul kernel writes the words itself where it can, and then the sum need not wait for its end.
 PUSHED_NUMBERS = 8 * 8192
 # For sums of at least this many values, groups of more than two ranks divide the work: each rank
 # sums only its share of the rows, and then reads the other ranks' results.
@@ -43,6 +47,29 @@ def num_gather_flags(share: int) -> int:
     return -(-share // GATHER_COLUMNS) * GATHER_GROUPS
 
 
+class Inbox(NamedTuple):
+    """Where a matmul kernel writes one rank's partial sums, for every rank to read.
+
+    pushed, pushes: as in `Peers`.
+    first: the index of this rank's first word for the sum, in each rank's receive buffers.
+    """
+
+    pushed: Tensor
+    pushes: Tensor
+    first: int
+
+
+class Part(NamedTuple):
+    """Where a kernel puts one rank's partial sum [T, N].
+
+    into: this rank's buffer.
+    inbox: where to send the partial sum instead, if the kernel can; None to store it.
+    """
+
+    into: Tensor
+    inbox: Inbox | None
+
+
 @dataclass(frozen=True, slots=True)
 class Peers:
     """One rank's view of buffers that all ranks of a group share.
@@ -58,8 +85,8 @@ class Peers:
         already waited for. Sums wait for all ranks at once, so they need only one value per tile
         and use the first F values of the flattened tensor.
     pushed: int64 [size], the address of each rank's receive buffers, int64 [2, size,
-        PUSHED_NUMBERS / 2], to which the other ranks write partial sums of few rows. None if ranks
-        always read each other's `parts` instead.
+        PUSHED_NUMBERS / 2], to which all ranks write partial sums of few rows. None if ranks always
+        read each other's `parts` instead.
     pushes: int32 [F], for each tile, how many sums have used `pushed`. Every word in `pushed`
         carries the number of the sum to which it belongs.
     """
@@ -83,31 +110,87 @@ class Peers:
             return None
         return self.parts[place, :num_rows]
 
+    def inbox(self, place: int, num_rows: int) -> Inbox | None:
+        """Return where matmul kernels write this rank's partial sums of `num_rows` rows, for
+        buffer `place`. Return None if ranks read each other's `parts` instead."""
+        if self.pushed is None or num_rows * self.parts.shape[2] > PUSHED_NUMBERS:
+            return None
+        first = (place * self.size + self.rank) * (PUSHED_NUMBERS // 2)
+        return Inbox(self.pushed, self.pushes, first)
+
+    def part(self, place: int, num_rows: int) -> Part:
+        """Return where a kernel puts this rank's partial sum of at most MAX_ROWS rows."""
+        return Part(self.parts[place, :num_rows], self.inbox(place, num_rows))
+
+
+def linear_reduce_add_norm(
+    peers: Peers,
+    place: int,
+    x: Tensor,
+    weight: Tensor | Stored,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+) -> Normed:
+    """Compute `linear_add_norm` for a matmul whose input features are split over the ranks. CUDA
+    only. Every rank of the group must call this.
+
+    place: the index of the buffer. Successive calls of functions that sum must alternate between 0
+        and 1, because other ranks may still read the buffer of the previous call.
+    x: [T, K], the input features of this rank.
+    weight: [N, K], their columns.
+    bias: [N], added to the sum; given on at most one rank.
+    residual: [T, N] with T at most 256, rows contiguous, the same on all ranks.
+    norm_weight: [N].
+    """
+    from specdec_kernels.comm.split_sums_triton import linear_reduce_add_norm_triton
+
+    end = residual, norm_weight, eps
+    return linear_reduce_add_norm_triton(peers, place, x, weight, bias, *end)
+
+
+def linear_reduce(
+    peers: Peers, place: int, x: Tensor, weight: Tensor | Stored, bias: Tensor | None
+) -> Tensor:
+    """Compute `linear_reduce_add_norm` without residual and norm. Return the sum [T, N]."""
+    from specdec_kernels.comm.split_sums_triton import linear_reduce_triton
+
+    return linear_reduce_triton(peers, place, x, weight, bias)
+
+
+def mixture_reduce_add_norm(
+    peers: Peers,
+    place: int,
+    x: Normed,
+    experts: Experts,
+    start: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+) -> Normed:
+    """Compute `mixture_add_norm` for experts whose inner features are split over the ranks. CUDA
+    only. Every rank of the group must call this.
+
+    place, norm_weight: as for `linear_reduce_add_norm`.
+    start: [T, N], this rank's part of another summand; None without one.
+    """
+    from specdec_kernels.comm.split_sums_triton import mixture_reduce_add_norm_triton
+
+    end = norm_weight, eps
+    return mixture_reduce_add_norm_triton(peers, place, x, experts, start, *end)
+
 
 def reduce_add_norm(
     peers: Peers, place: int, residual: Tensor, norm_weight: Tensor, eps: float
 ) -> Normed:
-    """Sum all ranks' partial sums [T, N] and return `add_norm` of the result.
+    """Sum all ranks' partial sums [T, N] and return `add_norm` of the result. CUDA only.
 
-    CUDA only. Each rank first writes its partial sum to `peers.take(place, T, N)`. Then every rank
-    of the group must call this.
-
-    place: the index of the buffer. Successive calls must alternate between 0 and 1, because other
-        ranks may still read the buffer of the previous call.
-    residual: [T, N] with T at most 256, rows contiguous, the same on all ranks.
-    norm_weight: [N].
+    Each rank first writes its partial sum to `peers.take(place, T, N)`. Then every rank of the
+    group must call this. The arguments are those of `linear_reduce_add_norm`.
     """
     from specdec_kernels.comm.peers_triton import reduce_add_norm_triton
 
     return reduce_add_norm_triton(peers, place, residual, norm_weight, eps)
-
-
-def reduce_parts(peers: Peers, place: int, num_rows: int) -> Tensor:
-    """Return the sum [T, N] of all ranks' partial sums, without residual and norm. T is `num_rows`.
-    The requirements are those of `reduce_add_norm`."""
-    from specdec_kernels.comm.peers_triton import reduce_parts_triton
-
-    return reduce_parts_triton(peers, place, num_rows)
 
 
 def gather_columns(peers: Peers, num_rows: int) -> Tensor:

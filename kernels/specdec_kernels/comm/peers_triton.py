@@ -16,6 +16,13 @@ are written atomically, so no separate signal is needed (NCCL's LL protocol). Wo
 overwritten for the same reason as above: a rank that has received all words of one buffer knows
 that all ranks have read the other buffer.
 
+If the matmul has sent the words already (`inbox_triton`), the sum starts while the matmul runs, and
+waits for words only. It also lets its own successor start at once. It waits for the matmul to
+complete only at its end, when this takes no time, so that no later kernel can overtake the matmul.
+Until then, nothing reads what the matmul has written but its words. What the sum reads, the
+residual and the counts, was complete before the matmul's first word was written. What it writes is
+no memory that the matmul may still read (`split_sums_triton`).
+
 For many rows, each rank sums only its share of the rows, adds the residual and writes the result
 over its own partial sums of these rows, which no other rank reads. It signals that this is done,
 waits for the others, and then reads their shares. With R ranks, each then reads 2 / R of the bytes
@@ -26,6 +33,8 @@ columns of one source rank. It signals to the source rank that this rank's own c
 and waits for the corresponding signal from the source rank. Columns must not be overwritten before
 the ranks have synchronised again. The sums of the next forward pass do this.
 """
+
+from typing import Any, NamedTuple, Self
 
 import torch
 import triton
@@ -42,7 +51,13 @@ from specdec_kernels.comm.peers import (
     SUM_ROWS,
     Peers,
 )
-from specdec_kernels.launch_triton import after_predecessor, dependence, load_acquired
+from specdec_kernels.launch_triton import (
+    after_predecessor,
+    beside_predecessor,
+    dependence,
+    end_beside_predecessor,
+    load_acquired,
+)
 from specdec_kernels.linear.norm_triton import rms_norm_triton
 from specdec_kernels.linear.reference import Normed
 from specdec_kernels.linear.tiles import leaves_norm
@@ -67,7 +82,7 @@ def part_of(addresses_ptr, rank, like_ptr):
 
 @triton.jit
 def sum_of_pushed(
-    part,  # [M, N / 2], pointers to pairs of 16-bit values of this rank's partial sum
+    own,  # [M, N / 2] int32, pairs of 16-bit values of this rank's partial sum; None if sent
     pushed_ptr,  # [SIZE] int64, the address of each rank's receive buffers
     place,  # [M, N / 2], each pair's index among the words that one rank writes
     mask,  # [M, N / 2]
@@ -78,27 +93,32 @@ def sum_of_pushed(
     SIZE: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,
 ):
-    """Write this rank's tile to all other ranks, wait for their tiles, and return the sum of all
-    tiles, fp32 [M, N]. count: the number of this call, stored in every word."""
-    own = tl.load(part, mask=mask, other=0)
+    """Write this rank's tile to all other ranks, unless it has been sent already. Wait for all
+    tiles, and return their sum, fp32 [M, N]. count: the number of this call, stored in every
+    word."""
     stamp = count.to(tl.int64) << 32
-    word = stamp | (own.to(tl.int64) & 0xFFFFFFFF)
-    for rank in tl.static_range(SIZE):
-        if rank != RANK:
-            theirs = tl.load(pushed_ptr + rank).to(tl.pointer_type(tl.int64))
-            tl.store(theirs + RANK * PUSHED + place, word, mask=mask)
+    if own is not None:
+        word = stamp | (own.to(tl.int64) & 0xFFFFFFFF)
+        for rank in tl.static_range(SIZE):
+            if rank != RANK:
+                theirs = tl.load(pushed_ptr + rank).to(tl.pointer_type(tl.int64))
+                tl.store(theirs + RANK * PUSHED + place, word, mask=mask)
     rank = tl.arange(0, BLOCK_RANKS)[:, None, None]
     inbox = tl.load(pushed_ptr + RANK).to(tl.pointer_type(tl.int64))
     inbox += rank * PUSHED + place[None, :, :]
-    awaited = (rank < SIZE) & (rank != RANK) & mask[None, :, :]
+    awaited = (rank < SIZE) & mask[None, :, :]
+    if own is not None:
+        awaited &= rank != RANK
     found = tl.load(inbox, mask=awaited, other=stamp, volatile=True)
     while tl.max(((found >> 32).to(tl.int32) != count).to(tl.int32)) > 0:
         found = tl.load(inbox, mask=awaited, other=stamp, volatile=True)
-    twos = tl.where(rank == RANK, own[None, :, :], found.to(tl.int32))
+    twos = found.to(tl.int32)
+    if own is not None:
+        twos = tl.where(rank == RANK, own[None, :, :], twos)
     low = twos.to(tl.int16).to(number, bitcast=True).to(tl.float32)
     high = (twos >> 16).to(tl.int16).to(number, bitcast=True).to(tl.float32)
     sums = tl.join(tl.sum(low, axis=0), tl.sum(high, axis=0))
-    return tl.reshape(sums, [part.shape[0], 2 * part.shape[1]])
+    return tl.reshape(sums, [place.shape[0], 2 * place.shape[1]])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -122,6 +142,7 @@ def reduce_add_norm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PUSHED: tl.constexpr,  # words per sending rank in a receive buffer
+    SENT: tl.constexpr,  # whether the matmul has sent the words; used only with pushed_ptr
     SHARED_OUT: tl.constexpr,  # whether each rank sums a share of the rows
     DEPENDENT: tl.constexpr,
 ):
@@ -145,14 +166,27 @@ def reduce_add_norm_kernel(
         word = column_block * half + tl.arange(0, half)
         live = (row < num_rows)[:, None] & (word < N // 2)[None, :]
         inside_words = row[:, None] * (N // 2) + word[None, :]
-        own = tl.load(addresses_ptr + RANK).to(tl.pointer_type(tl.int32))
-        own = tl.multiple_of(own, 16) + place // 2 + inside_words
-        after_predecessor(DEPENDENT)
+        own = None
+        if SENT:
+            beside_predecessor(DEPENDENT)
+        else:
+            own_ptr = tl.load(addresses_ptr + RANK).to(tl.pointer_type(tl.int32))
+            own_ptr = tl.multiple_of(own_ptr, 16) + place // 2 + inside_words
+            after_predecessor(DEPENDENT)
+            own = tl.load(own_ptr, mask=live, other=0)
 
         count = tl.load(epochs_ptr + program) + 1
         if residual_ptr is not None:
             residual = tl.load(residual_ptr + residual_at, mask=mask, other=0.0).to(tl.float32)
         slot = inside_words + (place > 0).to(tl.int32) * SIZE * PUSHED
+        if SENT:
+            # Wait for one word of this rank first. All words would be read again and again while
+            # the matmul runs, and take bandwidth of the L2 cache from it.
+            first_word = tl.program_id(1) * BLOCK_M * (N // 2) + column_block * half
+            inbox = tl.load(pushed_ptr + RANK).to(tl.pointer_type(tl.int64))
+            inbox += (place > 0).to(tl.int32) * SIZE * PUSHED + RANK * PUSHED + first_word
+            while (tl.load(inbox, volatile=True) >> 32).to(tl.int32) != count:
+                pass
         number: tl.constexpr = hidden_ptr.dtype.element_ty
         summed = sum_of_pushed(
             own, pushed_ptr, slot, live, count, PUSHED, number, RANK, SIZE, BLOCK_RANKS
@@ -203,53 +237,85 @@ def reduce_add_norm_kernel(
         tl.store(scaled_ptr + inside, (wide * norm[None, :]).to(hidden.dtype), mask=mask)
         squares_at = row * tl.num_programs(0) + column_block
         tl.store(squares_ptr + squares_at, tl.sum(wide * wide, axis=1), mask=row < num_rows)
+    if SENT:
+        end_beside_predecessor(DEPENDENT)
+
+
+class Outputs(NamedTuple):
+    """Memory for the results of a sum over ranks: the sum [T, N], with the residual added, and the
+    fields `scaled` and `squares` of `Normed`, or None if the sum leaves no norm to the next matmul.
+    """
+
+    hidden: Tensor
+    scaled: Tensor | None
+    squares: Tensor | None
+
+    @classmethod
+    def allocated(cls, parts: Tensor, num_rows: int, has_norm: bool) -> Self:
+        """parts: `Peers.parts`, which have the width and dtype of the sum."""
+        kind: dict[str, Any] = {"dtype": parts.dtype, "device": parts.device}
+        size = num_rows, parts.shape[2]
+        if not has_norm:
+            return cls(torch.empty(size, **kind), None, None)
+        blocks = triton.cdiv(size[1], SUM_COLUMNS)
+        squares = torch.empty((num_rows, blocks), dtype=torch.float32, device=parts.device)
+        return cls(torch.empty(size, **kind), torch.empty(size, **kind), squares)
 
 
 def reduce_add_norm_triton(
-    peers: Peers, place: int, residual: Tensor, norm_weight: Tensor, eps: float
+    peers: Peers,
+    place: int,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    outputs: Outputs | None = None,
+    is_sent: bool = False,
 ) -> Normed:
-    """See `ops.reduce_add_norm`."""
+    """See `ops.reduce_add_norm`. outputs, is_sent: as for `reduce_parts_triton`."""
     num_rows, width = residual.shape
     assert norm_weight.shape == (width,) and residual.stride(1) == 1
     assert residual.dtype == peers.parts.dtype
-    if not leaves_norm(residual):
-        hidden = reduce_parts_triton(peers, place, num_rows, residual)
+    if outputs is None:
+        outputs = Outputs.allocated(peers.parts, num_rows, leaves_norm(residual))
+    reduce_parts_triton(peers, place, outputs, residual, norm_weight, is_sent)
+    hidden, scaled, squares = outputs
+    if scaled is None:
         return Normed(hidden, rms_norm_triton(hidden, norm_weight, eps), None, eps)
-    scaled = torch.empty((num_rows, width), dtype=residual.dtype, device=residual.device)
-    blocks = triton.cdiv(width, SUM_COLUMNS)
-    squares = torch.empty((num_rows, blocks), dtype=torch.float32, device=residual.device)
-    hidden = reduce_parts_triton(peers, place, num_rows, residual, (norm_weight, scaled, squares))
     return Normed(hidden, scaled, squares, eps)
 
 
 def reduce_parts_triton(
     peers: Peers,
     place: int,
-    num_rows: int,
+    outputs: Outputs,
     residual: Tensor | None = None,
-    norm: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Implement `ops.reduce_parts`, optionally with the first steps of `add_norm`. Return the sum
-    [T, N], with the residual added if there is one.
+    norm_weight: Tensor | None = None,
+    is_sent: bool = False,
+) -> None:
+    """Sum the parts of all ranks.
 
-    residual: [T, N], or None.
-    norm: the norm's weight and the output tensors `scaled` and `squares` of `Normed`, or None.
+    outputs: where the results go. If parts were sent, this memory must have been allocated before
+        the matmul that sent them was launched: see `split_sums_triton`.
+    residual: [T, N], added to the sum; None to add nothing.
+    norm_weight: [N], the weight of the norm that follows; used only if `outputs` has `scaled`.
+    is_sent: whether this rank's part was sent, and not stored in its buffer.
     """
     parts = peers.parts
-    width = parts.shape[2]
+    hidden, scaled, squares = outputs
+    num_rows, width = hidden.shape
     assert peers.take(place, num_rows, width) is not None
     blocks = triton.cdiv(width, SUM_COLUMNS)
     assert peers.epochs.numel() >= blocks * triton.cdiv(num_rows, SUM_ROWS)
-    hidden = torch.empty((num_rows, width), dtype=parts.dtype, device=parts.device)
-    norm_weight, scaled, squares = norm or (None, None, None)
-    pushed = peers.pushed if num_rows * width <= PUSHED_NUMBERS else None
-    is_shared_out = norm is None and peers.size > 2 and num_rows * width >= SHARED_OUT_NUMBERS
+    pushed = None if (inbox := peers.inbox(place, num_rows)) is None else inbox.pushed
+    assert pushed is not None or not is_sent
+    has_norm = scaled is not None
+    is_shared_out = not has_norm and peers.size > 2 and num_rows * width >= SHARED_OUT_NUMBERS
     summed_rows = triton.cdiv(num_rows, peers.size) if is_shared_out else num_rows
     # The grid and the flags assume tiles of SUM_ROWS rows. BLOCK_M is smaller only for one or two
     # rows, which form a single tile in any case.
     reduce_add_norm_kernel[(blocks, triton.cdiv(summed_rows, SUM_ROWS))](
         *(peers.addresses, peers.flags, peers.epochs if pushed is None else peers.pushes, pushed),
-        *(residual, norm_weight, hidden, scaled, squares),
+        *(residual, norm_weight if has_norm else None, hidden, scaled, squares),
         num_rows,
         place * parts.stride(0),
         0 if residual is None else residual.stride(0),
@@ -260,11 +326,11 @@ def reduce_parts_triton(
         BLOCK_M=min(SUM_ROWS, triton.next_power_of_2(num_rows)),
         BLOCK_N=SUM_COLUMNS,
         PUSHED=PUSHED_NUMBERS // 2,
+        SENT=is_sent,
         SHARED_OUT=is_shared_out,
         num_warps=min(SUM_ROWS, triton.next_power_of_2(num_rows)),
         **dependence(parts),
     )
-    return hidden
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.comm.inbox_triton import inbox_of, send
+from specdec_kernels.comm.peers import Part
 from specdec_kernels.experts.gate_up_triton import has_chosen
 from specdec_kernels.experts.plan import ExpertPlan
 from specdec_kernels.experts.reference import Experts
@@ -65,13 +67,16 @@ def down_kernel(
     scales_ptr,  # [E, N / FORM.high, FORM.groups]; None if not quantised
     zeros_ptr,  # shaped like the scales; None if the quantisation has none
     bias_ptr,  # [E, N], or None
-    residual_ptr,  # [T, N]
-    norm_ptr,  # [N]
+    residual_ptr,  # [T, N], or None
+    norm_ptr,  # [N], or None
     out_ptr,  # [T, N], out
-    scaled_ptr,  # [T, N], out: the sum in out_ptr times the norm's weight
-    out_squares_ptr,  # [T, N / BLOCK_N] fp32, out
+    scaled_ptr,  # [T, N], out: the sum in out_ptr times the norm's weight; used only with norm_ptr
+    out_squares_ptr,  # [T, N / BLOCK_N] fp32, out; used only with norm_ptr
     partial_ptr,  # [TILES.splits, T, N] fp32, out; None for one split
     counters_ptr,  # [>= N / block_n] int32, zeros; None for one split
+    inboxes_ptr,  # this and the next 2: the fields of `Inbox`; None, None and 0 to store the result
+    counts_ptr,
+    inbox_first,
     num_rows,
     num_features,  # N
     residual_stride,
@@ -79,6 +84,7 @@ def down_kernel(
     FORM: tl.constexpr,  # `Form` of a quantised weight, or None
     TILES: tl.constexpr,
     PREFETCH: tl.constexpr,  # elements to prefetch from each weight row
+    SIZE: tl.constexpr,  # the number of inboxes
     DEPENDENT: tl.constexpr,
 ):
     SWAP: tl.constexpr = TILES.block_m < 16 or FORM is not None
@@ -103,10 +109,19 @@ def down_kernel(
     row_live = row < num_rows
     place = row.to(tl.int64)[:, None] * num_features + column[None, :]
     mask = row_live[:, None] & column_live[None, :]
-    norm = tl.load(norm_ptr + column, mask=column_live, other=0.0)
-    at = residual_ptr + row.to(tl.int64)[:, None] * residual_stride + column[None, :]
-    residual = tl.load(at, mask=mask, other=0.0)
+    if norm_ptr is not None:
+        norm = tl.load(norm_ptr + column, mask=column_live, other=0.0)
+    if residual_ptr is not None:
+        at = residual_ptr + row.to(tl.int64)[:, None] * residual_stride + column[None, :]
+        residual = tl.load(at, mask=mask, other=0.0)
     after_predecessor(DEPENDENT)
+
+    first_column = tl.program_id(0) * TILES.block_n
+    if inboxes_ptr is not None:
+        inbox = inbox_of(
+            *(inboxes_ptr, counts_ptr, inbox_first, row, row_live, first_column),
+            *(num_features, SIZE),
+        )
 
     sums = zero_sums(TILES.block_m, TILES.block_n, TILES.slices, SWAP)
     if FORM is None:
@@ -159,9 +174,15 @@ def down_kernel(
         if not is_last(counters_ptr + tl.program_id(0), TILES.splits):
             return
         sums = sum_of_splits(partial_ptr, place, mask, total, TILES.splits)
-    out = (sums + residual.to(tl.float32)).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + place, out, mask=mask)
-    store_for_norm(scaled_ptr, out_squares_ptr, out, norm, place, mask, row, row_live)
+    if residual_ptr is not None:
+        sums += residual.to(tl.float32)
+    out = sums.to(out_ptr.dtype.element_ty)
+    if inboxes_ptr is not None:
+        send(out, inbox, row_live, first_column, num_features, SIZE)
+    else:
+        tl.store(out_ptr + place, out, mask=mask)
+    if norm_ptr is not None:
+        store_for_norm(scaled_ptr, out_squares_ptr, out, norm, place, mask, row, row_live)
 
 
 def down_add_norm_triton(
@@ -182,38 +203,65 @@ def down_add_norm_triton(
         norm_weight: [N].
     """
     num_rows, num_features = residual.shape
-    width = experts.num_features
-    assert x.shape == (len(plan.experts), num_rows, width) and x.is_contiguous()
-    assert experts.down.shape == (experts.num_experts, num_features, width)
-    held = operands_of(experts.down)
     assert norm_weight.shape == (num_features,)
-    assert num_rows <= tiles.block_m and residual.stride(1) == 1
-    blocks = triton.cdiv(num_features, tiles.block_n)
-    parts = room_for_splits(tiles.splits, blocks, (num_rows, num_features), x.device)
     hidden, scaled = (
         torch.empty((num_rows, num_features), dtype=x.dtype, device=x.device) for _ in range(2)
     )
+    blocks = triton.cdiv(num_features, tiles.block_n)
     squares = torch.empty((num_rows, blocks), dtype=torch.float32, device=x.device)
-    dependent = dependence(x)
-    constants = down_constants(width, experts, tiles, dependent["DEPENDENT"])
-    down_kernel[(blocks, tiles.splits)](
-        *(x, *plan[:4], *held, experts.down_bias, residual, norm_weight),
-        *(hidden, scaled, squares, *parts, num_rows, num_features, residual.stride(0)),
-        **constants | dependent,
-    )
+    norm = norm_weight, scaled, squares
+    launch_down(x, plan, experts, tiles, residual, Part(hidden, None), norm)
     if not leaves_norm(hidden):
         return add_norm_triton(hidden, None, norm_weight, eps)
     return Normed(hidden, scaled, squares, eps)
 
 
-def down_constants(width: int, experts: Experts, tiles: ExpertTiles, early: bool) -> dict[str, Any]:
+def launch_down(
+    x: Tensor,
+    plan: ExpertPlan,
+    experts: Experts,
+    tiles: ExpertTiles,
+    residual: Tensor | None,
+    part: Part,
+    norm: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> None:
+    """Launch `down_kernel`.
+
+    residual: [T, N], rows contiguous; None to add nothing.
+    part: where the sum goes.
+    norm: the norm's weight and the output tensors `scaled` and `squares` of `Normed`, or None.
+    """
+    num_rows, num_features = part.into.shape
+    width = experts.num_features
+    assert x.shape == (len(plan.experts), num_rows, width) and x.is_contiguous()
+    assert experts.down.shape == (experts.num_experts, num_features, width)
+    assert num_rows <= tiles.block_m and part.into.is_contiguous()
+    assert residual is None or (residual.shape == part.into.shape and residual.stride(1) == 1)
+    blocks = triton.cdiv(num_features, tiles.block_n)
+    parts = room_for_splits(tiles.splits, blocks, (num_rows, num_features), x.device)
+    norm_weight, scaled, squares = norm or (None, None, None)
+    ranks = 0 if part.inbox is None else len(part.inbox.pushed)
+    dependent = dependence(x)
+    constants = down_constants(width, experts, tiles, dependent["DEPENDENT"], ranks)
+    down_kernel[(blocks, tiles.splits)](
+        *(x, *plan[:4], *operands_of(experts.down), experts.down_bias, residual, norm_weight),
+        *(part.into, scaled, squares, *parts, *(part.inbox or (None, None, 0))),
+        *(num_rows, num_features, 0 if residual is None else residual.stride(0)),
+        **constants | dependent,
+    )
+
+
+def down_constants(
+    width: int, experts: Experts, tiles: ExpertTiles, early: bool, ranks: int = 0
+) -> dict[str, Any]:
     """Return the constexpr arguments of `down_kernel` and its launch options.
 
     width: F, the number of features inside an expert.
     early: whether the kernel may start before its predecessor has ended.
+    ranks: the number of inboxes; 0 to store the result.
     """
     held = operands_of(experts.down)[0]
     prefetch = power_of_2_to(held.shape[-1])  # rounded down, to stay inside the weight
     ahead = tiles.ahead if early and prefetch * held.element_size() >= CACHE_LINE else 0
-    constants = {"F": width, "FORM": form_of(experts.down), "PREFETCH": prefetch}
+    constants = {"F": width, "FORM": form_of(experts.down), "PREFETCH": prefetch, "SIZE": ranks}
     return options_of(tiles) | constants | {"TILES": tiles._replace(ahead=ahead)}

@@ -203,14 +203,17 @@ def grouped_mixture_add_norm(
     groups: PairGroups,
     experts: Experts,
     tiles: tuple[GroupTiles, GroupTiles],
-    norm_weight: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
     eps: float,
+    into: Tensor | None = None,
 ) -> Normed:
-    """Compute `ops.mixture_add_norm` after the router has grouped the pairs by expert.
+    """Add the mixture of x to `residual` after the router has grouped the pairs by expert. The last
+    four arguments are those of `combine_triton`.
 
     groups: the router's result for x.
     tiles: the tiles of gate and up, and those of down.
     """
     inner = grouped_product(x.scaled, groups, experts, tiles[0], is_gate=True)
     parts = grouped_product(inner, groups, experts, tiles[1], is_gate=False)
-    return combine_triton(parts, None, groups.weights, x.hidden, norm_weight, eps)
+    return combine_triton(parts, None, groups.weights, residual, norm_weight, eps, into)

@@ -10,11 +10,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from specdec_kernels.experts.down_triton import down_add_norm_triton
+from specdec_kernels.comm.peers import Peers
+from specdec_kernels.experts.down_triton import down_add_norm_triton, launch_down
 from specdec_kernels.experts.gate_up_triton import gate_up_triton
 from specdec_kernels.experts.group_triton import group_triton
 from specdec_kernels.experts.grouped_triton import grouped_mixture_add_norm
-from specdec_kernels.experts.plan import FEW_TOKENS, are_few
+from specdec_kernels.experts.plan import FEW_TOKENS, ExpertPlan, are_few
 from specdec_kernels.experts.reference import Experts
 from specdec_kernels.experts.route_triton import route_triton
 from specdec_kernels.experts.sorted_triton import sorted_mixture_add_norm
@@ -35,15 +36,55 @@ AnyTiles = TypeVar("AnyTiles", ExpertTiles, GroupTiles)
 
 def mixture_add_norm_triton(x: Normed, experts: Experts, norm_weight: Tensor, eps: float) -> Normed:
     """See `ops.mixture_add_norm`."""
-    num_rows, dtype = len(x.hidden), x.hidden.dtype
-    sizes = num_rows, experts.routing.num_chosen, experts.num_experts
+    if has_few_tokens(x, experts):
+        down = of_few_tokens(x, experts)
+        return down_add_norm_triton(*down, x.hidden, norm_weight, eps)
+    return of_many_tokens(x, experts, x.hidden, norm_weight, eps)
+
+
+def mixture_to_peers(
+    peers: Peers, place: int, x: Normed, experts: Experts, start: Tensor | None
+) -> bool:
+    """Compute the part of the mixture of x that this rank's features contribute, plus `start`, and
+    send or store it. Return as `products_triton.linear_to_peers` does."""
+    part = peers.part(place, len(x.hidden))
+    if has_few_tokens(x, experts):
+        launch_down(*of_few_tokens(x, experts), start, part)
+        return part.inbox is not None
+    of_many_tokens(x, experts, start, None, 0.0, part.into)
+    return False
+
+
+def has_few_tokens(x: Normed, experts: Experts) -> bool:
+    """Return whether the kernels for a few tokens compute the mixture of x."""
+    sizes = len(x.hidden), experts.routing.num_chosen, experts.num_experts
     is_stored = isinstance(experts.gate_up, Stored)
-    if are_few(*sizes) or (is_stored and 0 < num_rows <= FEW_TOKENS):
-        tiles = choose_expert_tiles(num_rows, dtype.itemsize, is_stored)
-        experts, (first, second) = readable(experts, tiles, dtype)
-        plan = route_triton(x, experts)
-        inner = gate_up_triton(x.scaled, plan, experts, first)
-        return down_add_norm_triton(inner, plan, experts, second, x.hidden, norm_weight, eps)
+    return are_few(*sizes) or (is_stored and 0 < len(x.hidden) <= FEW_TOKENS)
+
+
+def of_few_tokens(x: Normed, experts: Experts) -> tuple[Tensor, ExpertPlan, Experts, ExpertTiles]:
+    """Route a few tokens and compute the first matmuls of their experts. Return the arguments of
+    `down_add_norm_triton` up to the tiles."""
+    dtype, is_stored = x.hidden.dtype, isinstance(experts.gate_up, Stored)
+    tiles = choose_expert_tiles(len(x.hidden), dtype.itemsize, is_stored)
+    experts, (first, second) = readable(experts, tiles, dtype)
+    plan = route_triton(x, experts)
+    return gate_up_triton(x.scaled, plan, experts, first), plan, experts, second
+
+
+def of_many_tokens(
+    x: Normed,
+    experts: Experts,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    into: Tensor | None = None,
+) -> Normed:
+    """Add the mixture of many tokens to `residual`. The last four arguments are those of
+    `combine_triton`."""
+    dtype, is_stored = x.hidden.dtype, isinstance(experts.gate_up, Stored)
+    sizes = len(x.hidden), experts.routing.num_chosen, experts.num_experts
+    end = residual, norm_weight, eps, into
     room = gpu_of(x.hidden.device).shared_memory
     grouped = choose_group_tiles(*sizes, dtype.itemsize, room, is_stored)
     if grouped is None:
@@ -51,10 +92,10 @@ def mixture_add_norm_triton(x: Normed, experts: Experts, norm_weight: Tensor, ep
         experts = experts._replace(gate_up=gate_up, down=down)
         grouped = choose_group_tiles(*sizes, dtype.itemsize, room)
     if grouped is None:
-        return sorted_mixture_add_norm(x, experts, norm_weight, eps)
+        return sorted_mixture_add_norm(x, experts, *end)
     experts, grouped = readable(experts, grouped, dtype)
     groups = group_triton(x, experts)
-    return grouped_mixture_add_norm(x, groups, experts, grouped, norm_weight, eps)
+    return grouped_mixture_add_norm(x, groups, experts, grouped, *end)
 
 
 def readable(

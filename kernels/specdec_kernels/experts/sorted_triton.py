@@ -17,10 +17,10 @@ def combine_kernel(
     parts_ptr,  # [T * C, K]
     places_ptr,  # [T, C] int64, each pair's row in parts_ptr; None if rows are in pair order
     weights_ptr,  # [T, C]
-    residual_ptr,  # [T, K]
-    norm_ptr,  # [K]
+    residual_ptr,  # [T, K], or None
+    norm_ptr,  # [K], or None
     hidden_ptr,  # [T, K], out
-    out_ptr,  # [T, K], out
+    out_ptr,  # [T, K], out: the norm of the sum in hidden_ptr; used only with norm_ptr
     residual_stride,
     eps,
     K: tl.constexpr,
@@ -31,7 +31,8 @@ def combine_kernel(
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     eps = tl.full([], eps, tl.float32)
-    norm = tl.load(norm_ptr + k, mask=k < K, other=0.0)
+    if norm_ptr is not None:
+        norm = tl.load(norm_ptr + k, mask=k < K, other=0.0)
     after_predecessor(DEPENDENT)
     mixed = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(NUM_CHOSEN):
@@ -41,61 +42,74 @@ def combine_kernel(
             place = tl.load(places_ptr + place)
         part = tl.load(parts_ptr + place * K + k, mask=k < K, other=0.0)
         mixed += weight * part.to(tl.float32)
-    residual = tl.load(residual_ptr + row * residual_stride + k, mask=k < K, other=0.0)
-    x = (mixed + residual.to(tl.float32)).to(residual.dtype)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row * residual_stride + k, mask=k < K, other=0.0)
+        mixed += residual.to(tl.float32)
+    x = mixed.to(hidden_ptr.dtype.element_ty)
     tl.store(hidden_ptr + row * K + k, x, mask=k < K)
-    tl.store(out_ptr + row * K + k, normed_row(x, norm, eps, K), mask=k < K)
+    if norm_ptr is not None:
+        tl.store(out_ptr + row * K + k, normed_row(x, norm, eps, K), mask=k < K)
 
 
 def combine_triton(
     parts: Tensor,
     places: Tensor | None,
     weights: Tensor,
-    residual: Tensor,
-    norm_weight: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
     eps: float,
+    into: Tensor | None = None,
 ) -> Normed:
     """Add the weighted sum of each token's expert outputs to the residual stream, and apply the
-    norm.
+    norm. Without a norm, the result has the sum in place of its norm.
 
     Args:
         parts: [T * C, K], contiguous, the output of each pair of a token and an expert.
         places: [T, C] int64, the row of `parts` that holds the output of token t and its expert c.
             None if that row is t * C + c.
         weights: [T, C], the routing weight of each pair.
-        residual: [T, K], rows contiguous.
+        residual: [T, K], rows contiguous; None to add nothing.
+        into: [T, K], contiguous, the buffer for the sum; None to allocate one.
     """
-    num_rows, width = residual.shape
+    num_rows, width = len(weights), parts.shape[1]
     assert parts.shape == (weights.numel(), width) and parts.is_contiguous()
-    assert len(weights) == num_rows and weights.is_contiguous() and residual.stride(1) == 1
+    assert weights.is_contiguous()
     assert places is None or (places.shape == weights.shape and places.is_contiguous())
-    hidden, out = (
-        torch.empty((num_rows, width), dtype=residual.dtype, device=residual.device)
-        for _ in range(2)
-    )
+    hidden = parts.new_empty(num_rows, width) if into is None else into
+    assert hidden.shape == (num_rows, width) and hidden.is_contiguous()
+    assert residual is None or (residual.shape == hidden.shape and residual.stride(1) == 1)
+    out = hidden if norm_weight is None else torch.empty_like(hidden)
     block = triton.next_power_of_2(width)
     combine_kernel[(num_rows,)](
         *(parts, places, weights, residual, norm_weight, hidden, out),
-        *(residual.stride(0), float(eps)),
+        *(0 if residual is None else residual.stride(0), float(eps)),
         K=width,
         NUM_CHOSEN=weights.shape[1],
         BLOCK=block,
         num_warps=max(1, min(16, block // 512)),
-        **dependence(residual),
+        **dependence(hidden),
     )
     return Normed(hidden, out, None, eps)
 
 
-def sorted_mixture_add_norm(x: Normed, experts: Experts, norm_weight: Tensor, eps: float) -> Normed:
-    """Compute `ops.mixture_add_norm` for an x [T, K] that is already normalised. The host does not
-    wait for any result."""
+def sorted_mixture_add_norm(
+    x: Normed,
+    experts: Experts,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    into: Tensor | None = None,
+) -> Normed:
+    """Add the mixture of an x [T, K] that is already normalised to `residual`. The host does not
+    wait for any result. The arguments that `ops.mixture_add_norm` lacks are those of
+    `combine_triton`."""
     assert x.squares is None
     routes = routes_of(logits_of(x.scaled, experts), experts.routing, experts.choice_bias)
     if experts.read is not None:
         used = experts.read.new_zeros(experts.num_experts).scatter_(0, routes.experts.flatten(), 1)
         torch.sum(used, 0, keepdim=True, dtype=torch.int32, out=experts.read)
     parts, places = sorted_parts(x.scaled, routes, experts)
-    return combine_triton(parts, places, routes.weights, x.hidden, norm_weight, eps)
+    return combine_triton(parts, places, routes.weights, residual, norm_weight, eps, into)
 
 
 def sorted_parts(x: Tensor, routes: Routes, experts: Experts) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.comm.inbox_triton import inbox_of, send
 from specdec_kernels.gpu import CACHE_LINE
 from specdec_kernels.launch_triton import (
     INTERPRETED,
@@ -207,15 +208,19 @@ def finish_product(
     out_ptr,
     scaled_ptr,
     out_squares_ptr,
+    inbox,  # from `inbox_of`, to send the result; None to store it
     place,  # [M, N], offset of each value from out_ptr
     mask,
     row,
     row_live,
+    num_features,
     eps,
     K: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
-    """Apply the fused steps (see `Fused`) to the sums of a matmul, and store the results."""
+    """Apply the fused steps (see `Fused`) to the sums of a matmul, and store or send the
+    results."""
     if squares is not None:
         factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
         acc *= factor
@@ -227,7 +232,11 @@ def finish_product(
     if ACTIVATION != "":
         acc = activate(acc, ACTIVATION) * acc_up
     out = acc.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + place, out, mask=mask)
+    if inbox is not None:
+        first_column = tl.program_id(0) * out.shape[1]
+        send(out, inbox, row_live, first_column, num_features, SIZE)
+    else:
+        tl.store(out_ptr + place, out, mask=mask)
     if norm is not None:
         store_for_norm(scaled_ptr, out_squares_ptr, out, norm, place, mask, row, row_live)
 
@@ -245,6 +254,9 @@ def few_rows_linear_kernel(
     out_squares_ptr,  # [T, N / BLOCK_N] fp32, output: sums of squares; used only with norm_ptr
     partial_ptr,  # [SPLITS, T, N] fp32, output; used only with SPLITS > 1
     counters_ptr,  # [at least N / BLOCK_N] int32, zeros; used only with SPLITS > 1
+    inboxes_ptr,  # this and the next 2: the fields of `Inbox`; None, None and 0 to store the result
+    counts_ptr,
+    inbox_first,
     num_rows,
     num_features,  # N
     x_stride,
@@ -255,6 +267,7 @@ def few_rows_linear_kernel(
     ACTIVATION: tl.constexpr,  # "" if there is no gate
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    SIZE: tl.constexpr,  # the number of inboxes
     DEPENDENT: tl.constexpr,
 ):
     BLOCK_K: tl.constexpr = TILES.block_k
@@ -288,7 +301,7 @@ def few_rows_linear_kernel(
     row_live = row < num_rows
     place = row.to(tl.int64)[:, None] * num_features + column[None, :]
     mask = row_live[:, None] & column_live[None, :]
-    squares, bias, residual, norm = None, None, None, None
+    squares, bias, residual, norm, inbox = None, None, None, None, None
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + column, mask=column_live, other=0.0)
     if norm_ptr is not None:
@@ -301,6 +314,12 @@ def few_rows_linear_kernel(
         residual = tl.load(residual_ptr, mask=mask, other=0.0)
     if PARTS > 0:
         squares = load_squares(squares_ptr, row, row_live, PARTS, BLOCK_P)
+    if inboxes_ptr is not None:
+        first_column = tl.program_id(0) * TILES.block_n
+        inbox = inbox_of(
+            *(inboxes_ptr, counts_ptr, inbox_first, row, row_live, first_column),
+            *(num_features, SIZE),
+        )
 
     x_ptr += row.to(tl.int64) * x_stride
     inside = depth_of(0, BLOCK_K, SLICES)
@@ -336,8 +355,8 @@ def few_rows_linear_kernel(
             return
         acc = sum_of_splits(partial_ptr, place, mask, size, SPLITS)
     finish_product(
-        *(acc, acc_up, squares, bias, residual, norm, out_ptr, scaled_ptr, out_squares_ptr),
-        *(place, mask, row, row_live, eps, K, ACTIVATION),
+        *(acc, acc_up, squares, bias, residual, norm, out_ptr, scaled_ptr, out_squares_ptr, inbox),
+        *(place, mask, row, row_live, num_features, eps, K, ACTIVATION, SIZE),
     )
 
 
@@ -348,7 +367,9 @@ def few_rows_linear(
 
     fused: fields of `Fused`, as keyword arguments. Returns `Launch.results`.
     """
-    operands, numbers, constants, results = prepared(x, weight, tiles.block_n, Fused(**fused))
+    operands, inbox, numbers, constants, results = prepared(
+        x, weight, tiles.block_n, Fused(**fused)
+    )
     (num_rows, width), (_, num_features) = x.shape, results[0].shape
     blocks = triton.cdiv(num_features, tiles.block_n)
     assert num_rows <= tiles.block_m
@@ -360,7 +381,7 @@ def few_rows_linear(
     early = tiles.early if tiles.splits == 1 and width % tiles.block_k == 0 else 0
     tiles = tiles._replace(prefetch=prefetch if constants["DEPENDENT"] else 0, early=early)
     few_rows_linear_kernel[(blocks, tiles.splits)](
-        *(*operands, *parts, num_rows, num_features, x.stride(0), *numbers),
+        *(*operands, *parts, *inbox, num_rows, num_features, x.stride(0), *numbers),
         TILES=tiles,
         **constants | options_of(tiles),
     )

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specdec_kernels.comm.peers import SUM_COLUMNS, Inbox
 from specdec_kernels.gpu import power_of_2_from
 from specdec_kernels.launch_triton import dependence
 from specdec_kernels.linear.reference import ACTIVATIONS
@@ -33,6 +34,8 @@ class Fused(NamedTuple):
     """[N], the weight of the norm that follows; None if no norm follows."""
     into: Tensor | None = None
     """[T, N], contiguous, the output buffer; None to allocate one."""
+    inbox: Inbox | None = None
+    """Where to send the result instead of storing it. The output buffer then stays unwritten."""
 
 
 class Launch(NamedTuple):
@@ -41,6 +44,8 @@ class Launch(NamedTuple):
 
     operands: tuple[Tensor | None, ...]
     """x, squares, weight, bias, residual, norm_weight, and the results. Absent tensors are None."""
+    inbox: tuple[Tensor | None, Tensor | None, int]
+    """The fields of `Fused.inbox`; None, None and 0 without one."""
     numbers: tuple[int, float]
     """The row stride of the residual, and eps."""
     constants: dict[str, Any]
@@ -61,7 +66,7 @@ def prepared(x: Tensor, weight: Tensor | Stored, block_n: int, fused: Fused) -> 
         block_n: The number of features that each program computes.
         fused: The operands of the fused steps.
     """
-    squares, eps, bias, activation, residual, norm_weight, out = fused
+    squares, eps, bias, activation, residual, norm_weight, out, inbox = fused
     num_rows, width = x.shape
     num_features = weight.shape[0] // (2 if activation else 1)
     held = weight if isinstance(weight, Tensor) else weight.codes.view(torch.uint8)
@@ -74,16 +79,20 @@ def prepared(x: Tensor, weight: Tensor | Stored, block_n: int, fused: Fused) -> 
         out = torch.empty((num_rows, num_features), dtype=x.dtype, device=x.device)
     assert out.shape == (num_rows, num_features) and out.is_contiguous()
     assert residual is None or (residual.shape == out.shape and residual.stride(1) == 1)
+    assert inbox is None or (block_n % 2 == num_features % 2 == 0 and x.element_size() == 2)
+    assert inbox is None or (norm_weight is None and SUM_COLUMNS % block_n == 0)
     scaled = out_squares = None
     if norm_weight is not None:
         blocks = -(-num_features // block_n)
         scaled = torch.empty_like(out)
         out_squares = torch.empty((num_rows, blocks), dtype=torch.float32, device=x.device)
     parts = 0 if squares is None else squares.shape[1]
+    ranks = 0 if inbox is None else len(inbox.pushed)
     constants = {"K": width, "PARTS": parts, "BLOCK_P": power_of_2_from(max(parts, 1))}
     return Launch(
         (x, squares, held, bias, residual, norm_weight, out, scaled, out_squares),
+        inbox or (None, None, 0),
         (0 if residual is None else residual.stride(0), float(eps)),
-        constants | {"ACTIVATION": activation} | dependence(x),
+        constants | {"ACTIVATION": activation, "SIZE": ranks} | dependence(x),
         (out, out if scaled is None else scaled, out if out_squares is None else out_squares),
     )

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.comm.inbox_triton import inbox_of, send
 from specdec_kernels.launch_triton import after_predecessor, options_of
 from specdec_kernels.linear.decode_triton import decoded_halves, scale_of
 from specdec_kernels.linear.fused import Fused, prepared
@@ -216,6 +217,9 @@ def one_row_linear_kernel(
     out_squares_ptr,  # [N / BLOCK_N] fp32, output: sums of squares; used only with norm_ptr
     scales_ptr,  # [N / FORM.high, FORM.groups], or None for an unquantised weight
     zeros_ptr,  # zeros or minima in the shape of the scales, or None
+    inboxes_ptr,  # this and the next 2: the fields of `Inbox`; None, None and 0 to store the result
+    counts_ptr,
+    inbox_first,
     num_features,  # N
     eps,
     K: tl.constexpr,
@@ -224,6 +228,7 @@ def one_row_linear_kernel(
     ACTIVATION: tl.constexpr,  # "" if there is no gate
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    SIZE: tl.constexpr,  # the number of inboxes
     DEPENDENT: tl.constexpr,
 ):
     GATED: tl.constexpr = ACTIVATION != ""
@@ -278,6 +283,13 @@ def one_row_linear_kernel(
     if PARTS > 0:
         part = tl.arange(0, BLOCK_P)
         squares = tl.load(squares_ptr + part, mask=part < PARTS, other=0.0)
+    first_column = tl.program_id(0) * TILES.block_n
+    if inboxes_ptr is not None:
+        row = tl.zeros([1], tl.int32)
+        inbox = inbox_of(
+            *(inboxes_ptr, counts_ptr, inbox_first, row, row == 0, first_column),
+            *(num_features, SIZE),
+        )
     acc = dot_products(weight, x, x_high, groups, TILES.block_n, ROW, TILES.chunk, LANE, FORM)
     if FORM is not None:
         if FORM.wide == 0:
@@ -298,7 +310,11 @@ def one_row_linear_kernel(
             acc_up *= factor
         acc = activate(acc, ACTIVATION) * acc_up
     out = acc.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + column, out, mask=live)
+    if inboxes_ptr is not None:
+        one = tl.reshape(out, [1, TILES.block_n])
+        send(one, inbox, row == 0, first_column, num_features, SIZE)
+    else:
+        tl.store(out_ptr + column, out, mask=live)
     if norm_ptr is not None:
         # Use the rounded values of out, because the next kernel reads these.
         wide = tl.where(live, out.to(tl.float32), 0.0)
@@ -314,12 +330,14 @@ def one_row_linear(
     fused: fields of `Fused`, as keyword arguments. Returns `Launch.results`.
     """
     assert x.shape[0] == 1
-    operands, (_, eps), constants, results = prepared(x, weight, tiles.block_n, Fused(**fused))
+    operands, inbox, (_, eps), constants, results = prepared(
+        x, weight, tiles.block_n, Fused(**fused)
+    )
     num_features, held, scales, zeros = results[0].shape[1], operands[2], None, None
     if isinstance(weight, Stored):
         held, scales, zeros = weight.codes, weight.scales, weight.zeros
     one_row_linear_kernel[(triton.cdiv(num_features, tiles.block_n),)](
-        *(*operands[:2], held, *operands[3:], scales, zeros, num_features, eps),
+        *(*operands[:2], held, *operands[3:], scales, zeros, *inbox, num_features, eps),
         FORM=form_of(weight),
         TILES=tiles,
         **constants | options_of(tiles),

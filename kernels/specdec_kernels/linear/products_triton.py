@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec_kernels.comm.peers import Peers
 from specdec_kernels.linear.cublas import linear_without_workspace
 from specdec_kernels.linear.few_rows_triton import few_rows_linear
 from specdec_kernels.linear.norm_triton import add_norm_triton, gate_triton
@@ -26,7 +27,7 @@ from specdec_kernels.linear.tiles import (
     leaves_norm,
 )
 
-Product = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Product = partial[tuple[Tensor, Tensor, Tensor]]
 Choose = Callable[[str, Tensor, Tensor | Stored], Product | None]
 
 
@@ -100,6 +101,25 @@ def linear_triton(
         assert isinstance(weight, Tensor)
         return linear_reference(x, weight, bias, into)
     return product(x, weight, bias=bias, into=into)[0]
+
+
+def linear_to_peers(
+    peers: Peers, place: int, x: Tensor, weight: Tensor | Stored, bias: Tensor | None
+) -> bool:
+    """Compute this rank's part of `ops.linear_reduce`. Return True if it was sent to every rank.
+    Return False if it is stored in buffer `place`, where the other ranks will read it."""
+    into, inbox = peers.part(place, len(x))
+    product, weight = chosen("add", x, weight, kernel_for)
+    if product is None:
+        assert isinstance(weight, Tensor)
+        linear_reference(x, weight, bias, into)
+        return False
+    # A word holds two values, so a program that computes a single feature cannot send it.
+    if inbox is None or product.keywords["tiles"].block_n == 1:
+        product(x, weight, bias=bias, into=into)
+        return False
+    product(x, weight, bias=bias, into=into, inbox=inbox)
+    return True
 
 
 def linear_add_triton(x: Tensor, weight: Tensor | Stored, residual: Tensor) -> Tensor:

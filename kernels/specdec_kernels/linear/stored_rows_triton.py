@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.comm.inbox_triton import inbox_of
 from specdec_kernels.launch_triton import after_predecessor, is_last, options_of, room_for_splits
 from specdec_kernels.linear.decode_triton import CODE
 from specdec_kernels.linear.few_rows_triton import (
@@ -49,6 +50,9 @@ def stored_rows_kernel(
     x_sums_ptr,  # [K / BLOCK, T] fp32, sums of x per block; used only with terms and int4
     partial_ptr,  # [2 if ACTIVATION else 1, SPLITS, T, N] fp32, output; used only with SPLITS > 1
     counters_ptr,  # int32 zeros, at least one per block of the output; used only with SPLITS > 1
+    inboxes_ptr,  # this and the next 2: the fields of `Inbox`; None, None and 0 to store the result
+    counts_ptr,
+    inbox_first,
     num_rows,
     num_features,  # N
     x_stride,
@@ -60,6 +64,7 @@ def stored_rows_kernel(
     ACTIVATION: tl.constexpr,  # "" if there is no gate
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    SIZE: tl.constexpr,  # the number of inboxes
     DEPENDENT: tl.constexpr,
 ):
     SLICES: tl.constexpr = TILES.slices
@@ -89,7 +94,7 @@ def stored_rows_kernel(
     row_live = row < num_rows
     place = row.to(tl.int64)[:, None] * num_features + column[None, :]
     mask = row_live[:, None] & column_live[None, :]
-    squares, bias, residual, norm = None, None, None, None
+    squares, bias, residual, norm, inbox = None, None, None, None, None
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + column, mask=column_live, other=0.0)
     if norm_ptr is not None:
@@ -113,6 +118,12 @@ def stored_rows_kernel(
         residual = tl.load(residual_ptr, mask=mask, other=0.0)
     if PARTS > 0:
         squares = load_squares(squares_ptr, row, row_live, PARTS, BLOCK_P)
+    if inboxes_ptr is not None:
+        first_column = tl.program_id(0) * TILES.block_n
+        inbox = inbox_of(
+            *(inboxes_ptr, counts_ptr, inbox_first, row, row_live, first_column),
+            *(num_features, SIZE),
+        )
 
     M: tl.constexpr = TILES.block_m * OF_ROW
     x_row = tl.program_id(2) * M + tl.arange(0, M)
@@ -163,8 +174,8 @@ def stored_rows_kernel(
         if GATED:
             acc_up = sum_of_splits(up_ptr, place, mask, size, SPLITS)
     finish_product(
-        *(acc, acc_up, squares, bias, residual, norm, out_ptr, scaled_ptr, out_squares_ptr),
-        *(place, mask, row, row_live, eps, K, ACTIVATION),
+        *(acc, acc_up, squares, bias, residual, norm, out_ptr, scaled_ptr, out_squares_ptr, inbox),
+        *(place, mask, row, row_live, num_features, eps, K, ACTIVATION, SIZE),
     )
 
 
@@ -180,7 +191,9 @@ def stored_rows_linear(
 
     Returns `Launch.results`.
     """
-    operands, numbers, constants, results = prepared(x, weight, tiles.block_n, Fused(**fused))
+    operands, inbox, numbers, constants, results = prepared(
+        x, weight, tiles.block_n, Fused(**fused)
+    )
     num_rows, num_features = results[0].shape
     form, held = Form.of(weight), tiles.block_k // KINDS[weight.storage.kind].per_code
     in_slice = held // tiles.slices
@@ -200,7 +213,7 @@ def stored_rows_linear(
         assert form.kind == FP8 or (tiles.block_k == BLOCK and form.rest == 0)
         x, x_scales, x_sums = terms_triton(x, BLOCK if form.kind == INT4 else 0)
     stored_rows_kernel[(blocks, tiles.splits, row_blocks)](
-        *(x, *operands[1:], weight.scales, weight.zeros, x_scales, x_sums, *parts),
+        *(x, *operands[1:], weight.scales, weight.zeros, x_scales, x_sums, *parts, *inbox),
         *(num_rows, num_features, x.stride(-2), *numbers),
         FORM=form,
         TILES=tiles,

@@ -21,6 +21,7 @@ from specdec_kernels.comm.peers import (
     num_sum_flags,
 )
 from specdec_kernels.comm.peers_triton import (
+    Outputs,
     gather_columns_triton,
     reduce_add_norm_triton,
     reduce_parts_triton,
@@ -46,6 +47,13 @@ def peers_of(parts: Tensor, rank: int, flags: int) -> tuple[Peers, Tensor]:
         torch.full((flags,), WIDE, dtype=torch.int32, device=device),
     )
     return peers, all_flags
+
+
+def summed(peers: Peers, place: int, rows: int) -> Tensor:
+    """The sum of all ranks' parts, without residual and norm."""
+    outputs = Outputs.allocated(peers.parts, rows, has_norm=False)
+    reduce_parts_triton(peers, place, outputs)
+    return outputs.hidden
 
 
 @pytest.mark.each_value
@@ -130,7 +138,7 @@ def test_sums_of_parts_that_ranks_write_to_each_other(rows, width, size, dtype, 
                 assert_close("squares", squares, out.squares.sum(1), 1e-5)
             assert_close("sum", whole, out.hidden, 2 * TOLERANCE[dtype])
         else:
-            out = reduce_parts_triton(peers, place, rows)
+            out = summed(peers, place, rows)
             assert_close("sum", whole, out, 2 * TOLERANCE[dtype])
         assert torch.equal(pushed, expected) and torch.equal(flags, before)
         assert (peers.pushes[:used] == count).all() and (peers.pushes[used:] == WIDE).all()
@@ -166,7 +174,7 @@ def test_ranks_sum_a_share_of_many_rows_each(rows, width, size, dtype, device, m
                 assert_close("norm", normed, out.scaled, TOLERANCE[dtype])
                 out = out.hidden
             else:
-                out = reduce_parts_triton(peers, place, rows)
+                out = summed(peers, place, rows)
             assert_close("sum", expected[own], out[own], 2 * TOLERANCE[dtype])
             others = [row for row in range(rows) if not own.start <= row < own.stop]
             assert torch.equal(out[others].double(), torch.stack(theirs)[others])
@@ -196,7 +204,7 @@ def test_sums_alone(rows, width, dtype, device):
             out = reduce_add_norm_triton(peers, place, residual, norm, EPS).hidden
             expected += residual.double()
         else:
-            out = reduce_parts_triton(peers, place, rows)
+            out = summed(peers, place, rows)
         assert_close("sum", expected, out, 2 * TOLERANCE[dtype])
         before[:, :used] += 1
         assert torch.equal(flags[:, :, 1], before)

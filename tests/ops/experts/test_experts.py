@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ops_helpers import DTYPES, TOLERANCE, assert_close, needs_cuda
+from peer_group import Group
 from specdec_kernels import ops
 from specdec_kernels.experts import mixture_triton
 from specdec_kernels.experts.down_triton import down_add_norm_triton
@@ -519,7 +520,11 @@ def test_layer(rows, routing, dtype, device):
         assert_close("squares", out.hidden.double().square().sum(1), out.squares.sum(1), 1e-5)
 
 
-MANY = {"grouped": mixture_add_norm_triton, "sorted": sorted_mixture_add_norm}
+def sorted_way(x: Normed, experts: Experts, norm: Tensor, eps: float) -> Normed:
+    return sorted_mixture_add_norm(x, experts, x.hidden, norm, eps)
+
+
+MANY = {"grouped": mixture_add_norm_triton, "sorted": sorted_way}
 
 
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
@@ -555,7 +560,7 @@ def test_layer_of_many_tokens(routing, biases, way, dtype, device):
     [
         (3, mixture_add_norm_triton),
         (120, mixture_add_norm_triton),
-        (120, sorted_mixture_add_norm),
+        (120, sorted_way),
     ],
 )
 def test_experts_are_counted_and_the_stream_may_be_zeros(rows, way, device):
@@ -571,6 +576,34 @@ def test_experts_are_counted_and_the_stream_may_be_zeros(rows, way, device):
     assert_close("hidden", expected, out.hidden, TOLERANCE[torch.float32])
     assert read.tolist() == [-1, len(routes.experts.unique()), -1]
     assert 4 <= read[1] < 200
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("half", DTYPES[1:])
+@pytest.mark.parametrize("rows", [1, 6, 40, 70])
+@pytest.mark.parametrize("has_start", [False, True])
+def test_a_mixture_without_a_norm_goes_to_the_other_ranks(has_start, rows, half, device):
+    """Few tokens are sent, many are stored where the other ranks read them."""
+    kind = {"dtype": half, "device": device}
+    experts = make_experts(20, 66, 48, kind, QWEN)
+    x, norm = make_stream(rows, 66, kind, parts=0), normal(66, kind=kind)
+    start = make_stream(rows, 2 * 66, kind, parts=0).hidden[:, 66:] if has_start else None
+    group = Group(3, 66, half, device)
+    untouched = group.inboxes.clone()
+    is_sent = mixture_triton.mixture_to_peers(group.ranks[1], 1, x, experts, start)
+    assert is_sent == (rows <= 6)
+    base = torch.zeros_like(x.hidden) if start is None else start
+    expected = mixture_add_norm_triton(x._replace(hidden=base), experts, norm, EPS).hidden
+    part = group.parts[1, 1, :rows]
+    if is_sent:
+        words = group.words(expected).view(-1)
+        untouched[:, 1, 1, : words.numel()] = words
+        assert part.isnan().all()
+    else:
+        assert torch.equal(part, expected)
+    assert torch.equal(group.inboxes, untouched)
+    part[:] = float("nan")
+    assert group.parts.isnan().all()
 
 
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
