@@ -23,6 +23,7 @@ from tests.cli.generate_helpers import Result, generate
 from tests.cli.sweep_helpers import gain, specdec
 from tests.launch.forks import over_forks
 from tests.launch.helpers import marked, start, wait_until_gone
+from tests.mtp_pair import STARTS, save_mtp
 
 pytestmark = pytest.mark.dist
 
@@ -92,6 +93,25 @@ def test_a_failing_pair_is_a_row(broken: tuple[Path, Result]) -> None:
     assert points[2, 1, 2]["status"] == points[2, None, 2]["status"] == "ok"
     assert points[2, 1, 2]["speedup_vs_equal_tp"] is None
     assert "target TP 2, draft TP 2, batch size 2: failed: rank 1: ArithmeticErr" in result.err
+
+
+def test_modules_in_the_target_have_its_degree(tmp_path: Path) -> None:
+    target = save_mtp(tmp_path / "target", steps=0)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt_token_ids": ids}) + "\n" for ids in STARTS[:2]))
+    recipe = tmp_path / "mtp.yaml"
+    recipe.write_text(f"target: {{model: {target}}}\nspeculation: {{method: mtp}}\n")
+    own = ["--dataset", prompts, "-k", "1", "--batch-size", "2", "--set", "run.repeats=1", "--json"]
+    result = over_forks("compare-tp", recipe, *QUICK, "--target-tp", "1,2", *own)
+    assert result.code == 0, result.err
+    points = by_place(result.document["points"])
+    assert points[2, 1, 2]["status"] == points[1, 2, 2]["status"] == "skipped"
+    assert points[2, 1, 2]["reason"] == "a draft in the target's checkpoint has target TP 2"
+    measured = [points[place] for place in ((1, None, 2), (1, 1, 2), (2, None, 2), (2, 2, 2))]
+    assert all(point["status"] == "ok" for point in measured)
+    assert len({point["tokens_sha256"] for point in measured}) == 1, "the same text everywhere"
+    assert points[2, 2, 2]["metrics"]["num_draft_tokens"] > 0
+    assert result.document["comparison"]["draft"] == "mtp"
 
 
 def test_resume_runs_what_failed_only(

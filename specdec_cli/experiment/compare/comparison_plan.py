@@ -81,7 +81,8 @@ def plan_comparison(
     Raises `UsageError` if no pair is legal, `SetupError` if every legal pair needs more GPUs than
     this machine has, and the errors of `generation.tokenised`.
     """
-    if recipe.draft is None or weights_from(recipe.speculation.method) != "draft":
+    method = recipe.speculation.method
+    if weights_from(method) == "none" or (weights_from(method) == "draft" and recipe.draft is None):
         raise UsageError(
             "compare-tp needs a draft model, because it compares the draft's TP degrees",
             "pass --draft and --set speculation.method=draft_model, or set both in the recipe",
@@ -102,11 +103,11 @@ def plan_comparison(
         skip_bad=prompts.skip_bad,
     )
     common = common_settings(recipe, job)
-    for role in ("target", "draft"):
+    for role in ("target", "draft") if recipe.draft is not None else ("target",):
         del common["recipe"][role]["tensor_parallel_size"]
     settings = ComparisonSettings(
         **common,
-        draft=recipe.draft.model,
+        draft=method if recipe.draft is None else recipe.draft.model,
         k=k,
         target_tps=tuple(degrees[0]),
         draft_tps=tuple(degrees[1]),
@@ -140,11 +141,15 @@ def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> di
         ("draft", d): _cannot_split(lambda part: _draft_at(own, part), d)
         for d in settings.draft_tps
     }
+    is_inside = weights_from(own.recipe.speculation.method) == "target"
     needs_equal = own.draft is not None and own.draft.needs_equal_degrees
     for pair in settings.pairs:
         why = unsplit["target", pair.target_tp] or unsplit["draft", pair.draft_tp]
         if not pair.divides:
             reason = f"draft TP {pair.draft_tp} does not divide target TP {pair.target_tp}"
+            found[pair] = Skip(reason, expected=True)
+        elif is_inside and pair.draft_tp != pair.target_tp:
+            reason = f"a draft in the target's checkpoint has target TP {pair.target_tp}"
             found[pair] = Skip(reason, expected=True)
         elif needs_equal and pair.draft_tp != pair.target_tp:
             reason = f"draft TP {pair.draft_tp} cannot borrow lm_head at target TP {pair.target_tp}"

@@ -53,8 +53,11 @@ class PairTask:
 
 
 def with_degrees(recipe: Recipe, pair: Pair) -> Recipe:
-    """Return the recipe with the degrees of one pair. The recipe must have a draft."""
+    """Return the recipe with the degrees of one pair. A draft in the target's checkpoint has no
+    section in the recipe, and always has the target's degree."""
     of_target = recipe.changed("target", tensor_parallel_size=pair.target_tp)
+    if recipe.draft is None:
+        return of_target
     return of_target.changed("draft", tensor_parallel_size=pair.draft_tp)
 
 
