@@ -112,6 +112,7 @@ def test_bundled_recipes_are_valid() -> None:
         "bench-8b-int4-1b-dummy",
         "bench-glm-4.5-air-12-layers-mtp-dummy",
         "bench-glm-4.5-air-mtp-dummy",
+        "bench-gpt-oss-120b-dummy",
         "bench-gpt-oss-20b-dummy",
         "bench-qwen3-8b-dflash-dummy",
         "bench-qwen3-8b-dspark-dummy",
