@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.comm.inbox_triton import inbox_of, send
-from specdec_kernels.comm.peers import Part
+from specdec_kernels.comm.peers import SUM_COLUMNS, Part
 from specdec_kernels.experts.gate_up_triton import has_chosen
 from specdec_kernels.experts.plan import ExpertPlan
 from specdec_kernels.experts.reference import Experts
@@ -237,6 +237,7 @@ def launch_down(
     assert experts.down.shape == (experts.num_experts, num_features, width)
     assert num_rows <= tiles.block_m and part.into.is_contiguous()
     assert residual is None or (residual.shape == part.into.shape and residual.stride(1) == 1)
+    assert part.inbox is None or (norm is None and SUM_COLUMNS % tiles.block_n == 0)
     blocks = triton.cdiv(num_features, tiles.block_n)
     parts = room_for_splits(tiles.splits, blocks, (num_rows, num_features), x.device)
     norm_weight, scaled, squares = norm or (None, None, None)
