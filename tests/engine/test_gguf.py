@@ -185,6 +185,42 @@ def test_a_mixed_file_stays_stored_as_transformers_computes_it(tmp_path: Path) -
             assert ((half.float() - one).abs() <= one.abs() * 2**-11).all(), name
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
+def test_weights_are_multiplied_by_their_scales(architecture: str, tmp_path: Path) -> None:
+    """Files in NVFP4 have scales: one for a matrix, or one for each of its experts."""
+    scales = {"blk.0.attn_output.scale": torch.tensor([0.05])}
+    names = ["model.layers.0.self_attn.o_proj.weight"]
+    if architecture == "qwen3moe":
+        scales |= {f"blk.0.ffn_{half}_exps.scale": torch.arange(1.0, 5) for half in ("gate", "up")}
+        scales["blk.1.ffn_down_exps.scale"] = torch.arange(2.0, 6)
+        names += ["model.layers.0.mlp.experts.gate_up_proj"] * 2
+        names += ["model.layers.1.mlp.experts.down_proj"]
+    plain = written(tmp_path / "plain.gguf", architecture, "Q8_0")
+    scaled = written(tmp_path / "scaled.gguf", architecture, "Q8_0", extra=scales)
+    want = load(describe(spec(plain), CPU), CPU).state_dict()
+    for name, scale in dict(zip(names, scales.values(), strict=True)).items():
+        want[name] *= scale if len(scale) == 1 else scale[:, None, None]
+    for weights in ("dequantise", "stored"):
+        about = describe(replace(stored_in("float32", scaled), weights=weights), CPU)
+        module = load(about, CPU)
+        held = stored_parameters(module)
+        assert bool(held) == (weights == "stored")
+        for name, tensor in module.named_parameters():
+            value = plain_weight(held[name]) if name in held else tensor
+            assert torch.equal(value, want[name]), name
+    short = {"blk.0.attn_q.scale": torch.ones(2)}
+    file = written(tmp_path / "short.gguf", architecture, "Q8_0", extra=short)
+    with pytest.raises(SetupError, match=r"q_proj.weight .* \(its scale has shape \[2\]\)"):
+        load(describe(spec(file), CPU), CPU)
+
+
+def test_scaled_activations_are_refused(tmp_path: Path) -> None:
+    extra = {"blk.0.attn_q.input_scale": torch.ones(1)}
+    file = written(tmp_path / "m.gguf", "llama", "Q8_0", extra=extra)
+    with pytest.raises(SetupError, match=r"activations have scales \(blk.0.attn_q.input_scale\)"):
+        describe(spec(file), CPU)
+
+
 def test_what_cannot_stay_stored_is_told(tmp_path: Path) -> None:
     file = written(tmp_path / "other.gguf", "llama", "TQ2_0")
     with pytest.raises(UsageError, match=r"none of its matrices is Q4_0 or .* or Q6_K"):

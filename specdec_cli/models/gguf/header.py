@@ -36,6 +36,8 @@ class TensorPlace:
     kind: the number of the GGML type.
     start: the offset from the beginning of the file, in bytes.
     nbytes: the size in bytes.
+    scale: the place of the tensor's scale, by which its values are multiplied; None if there is no
+        scale.
     """
 
     file: Path
@@ -43,6 +45,7 @@ class TensorPlace:
     kind: int
     start: int
     nbytes: int
+    scale: "TensorPlace | None" = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -64,7 +65,10 @@ def architecture_of(name: str, header: Header) -> str:
 
 
 def check_kinds(name: str, header: Header) -> None:
-    """Raise `Unsupported` if a tensor has a type that cannot be dequantised."""
+    """Raise `Unsupported` if a tensor has a type that cannot be dequantised, or if the file has
+    scales of activations."""
+    if scales := [tensor for tensor in header.tensors if tensor.endswith(".input_scale")]:
+        raise Unsupported(name, f"its activations have scales ({one_line(scales[0])})")
     for kind in sorted({t.kind for t in header.tensors.values()}):
         if name_of(kind) not in _PLAIN and not is_undone(kind):
             raise Unsupported(name, f"the gguf package does not dequantise {name_of(kind)}")
@@ -84,8 +88,8 @@ def readers(module: Any, header: Header, dtype: torch.dtype) -> tuple[dict[str, 
     the names of the file's tensors that are not used. The readers convert to `dtype`."""
     found, used = {}, set()
     for name, sources, change in _sources(module, header):
-        found[name] = _reader([header.tensors[source] for source in sources], dtype, change)
-        used |= set(sources)
+        found[name] = _reader([_place(header, source) for source in sources], dtype, change)
+        used |= {*sources, *map(_scale_of, sources)}
     unused = [n for n in header.tensors if n not in used and n not in _USED_ELSEWHERE]
     return found, unused
 
@@ -94,13 +98,16 @@ ReadAs = Callable[[Storage], Stored]
 
 
 def kept_readers(module: Any, header: Header) -> dict[str, tuple[Storage, ReadAs]]:
-    """Find the matrices of `module` that can stay quantised. Returns (storage, reader) for each, by
-    name. `storage` is the one that fits the matrix's type in the file. The reader takes the storage
-    to convert to. It may differ from `storage`, because matrices that are merged into one matmul
-    need the same storage, even if their types in the file differ."""
+    """Find the matrices of `module` that can stay quantised, which those with scales of their own
+    cannot. Returns (storage, reader) for each, by name. `storage` is the one that fits the matrix's
+    type in the file. The reader takes the storage to convert to. It may differ from `storage`,
+    because matrices that are merged into one matmul need the same storage, even if their types in
+    the file differ."""
     found: dict[str, tuple[Storage, ReadAs]] = {}
     for name, sources, change in _sources(module, header):
-        stored = [header.tensors[source] for source in sources]
+        stored = [_place(header, source) for source in sources]
+        if any(place.scale is not None for place in stored):
+            continue
         kinds = {name_of(place.kind) for place in stored}
         if len(kinds) == 1 and (storage := kept_as(kinds.pop(), module.dtype)) is not None:
             found[name] = storage, partial(_as_stored, name, stored, change)
@@ -127,6 +134,15 @@ def _sources(module: Any, header: Header) -> Iterator[tuple[str, list[str], Chan
             sources = [name_in_file(name)]
         if all(source in header.tensors for source in sources):
             yield name, sources, _layout(architecture, sources[0], module)
+
+
+def _place(header: Header, source: str) -> TensorPlace:
+    return replace(header.tensors[source], scale=header.tensors.get(_scale_of(source)))
+
+
+def _scale_of(source: str) -> str:
+    """Return the name of a weight's scale, which files in NVFP4 have."""
+    return f"{source.removesuffix('weight')}scale"
 
 
 def _as_stored(
@@ -237,8 +253,12 @@ def read_stored(
     """Read a tensor of a file, or some rows of a matrix, in `dtype`.
 
     out: the tensor to fill, which must have the shape of the result; None to allocate one. Raises
-    `SetupError` if the file has changed.
+    `SetupError` if the file has changed, and `ValueError` if the tensor's scale has another shape
+    than one number, or one for each expert.
     """
+    scale = None if stored.scale is None else read_stored(stored.scale, torch.float32)
+    if scale is not None and scale.shape not in ((1,), stored.shape[:-2]):
+        raise ValueError(f"its scale has shape {list(scale.shape)}")
     first, last, _ = rows.indices(stored.shape[0])
     shape = (last - first, *stored.shape[1:])
     out = torch.empty(shape, dtype=dtype) if out is None else out
@@ -256,7 +276,10 @@ def read_stored(
             end = min(begin + step, last)
             content_rows = content[begin * nbytes : end * nbytes]
             piece = out[begin - first : end - first]
-            piece.copy_(_plain(content_rows, kind, stored.kind).view(piece.shape))
+            value = _plain(content_rows, kind, stored.kind).view(piece.shape)
+            if scale is not None:
+                value = value * (scale if len(scale) == 1 else scale[begin:end, None, None])
+            piece.copy_(value)
 
         begins = range(first, last, step)
         with ThreadPoolExecutor(max(1, min(_MOST_THREADS, len(begins)))) as pool:
