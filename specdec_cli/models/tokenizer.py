@@ -6,7 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from copy import copy
 from datetime import datetime
 from functools import partial
@@ -40,6 +40,8 @@ from specdec_cli.text import reason_of, shown
 
 _FORMATS = "aAbBcdeFHIjmMpRSTuUVwWxXyYzZDGhr"
 _PLAIN: Mapping[str, object] = {}
+_ANY_MESSAGES = [{"role": "user", "content": "hello"}]  # every template should render them
+_ONLY_HERE = "it renders other prompts: check this one and its values for the template"
 _ANOTHER_DRAFT = "a draft must share its target's tokenizer; take one of the same family"
 
 
@@ -97,28 +99,35 @@ class PretrainedTokenizer:
         `chat_template` selects another template, by its Jinja text or by its name in the model;
         `DATE_KEY` sets the time, in ISO format, that the template uses as the current time.
 
-        Raises `UsageError` if there is no template, if it refuses these messages, if `template` has
-        a value that only specdec may set, or if a template from the user fails. Raises `SetupError`
-        if the model's own template fails.
+        Raises `UsageError` if there is no template, if it refuses these messages or fails on them
+        alone, if `template` has a value that only specdec may set, or if a template from the user
+        fails. Raises `SetupError` if the model's own template fails on any messages.
         """
+        self._check({name: one for name, one in template.items() if name != DATE_KEY})
+        try:
+            return self._rendered(messages, template)
+        except Exception as problem:
+            named, is_usable = template.get("chat_template"), False
+            with suppress(Exception):
+                is_usable = bool(self._rendered(_ANY_MESSAGES, {"chat_template": named}))
+            raise _template_problem(
+                problem, self._name, is_own="{" in str(named), is_usable=is_usable
+            ) from problem
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, object]], template: Mapping[str, object]
+    ) -> str:
         given = dict(template)
         moment = given.pop(DATE_KEY, None)
-        self._check(given)
-        try:
-            written = self._tokenizer.get_chat_template(
-                given.get("chat_template"), given.get("tools")
+        written = self._tokenizer.get_chat_template(given.get("chat_template"), given.get("tools"))
+        if isinstance(moment, str) and DATE_KEY in written:
+            given["chat_template"] = at_moment(written, datetime.fromisoformat(moment))
+        with bounded(TEMPLATE_SECONDS, TEMPLATE_BYTES):
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False, **given
             )
-            if isinstance(moment, str) and DATE_KEY in written:
-                given["chat_template"] = at_moment(written, datetime.fromisoformat(moment))
-            with bounded(TEMPLATE_SECONDS, TEMPLATE_BYTES):
-                text: str = self._tokenizer.apply_chat_template(
-                    list(messages), add_generation_prompt=True, tokenize=False, **given
-                )
-            if len(text) > MOST_CHARACTERS:
-                raise MemoryError
-        except Exception as problem:
-            own = "{" in str(template.get("chat_template"))
-            raise _template_problem(problem, self._name, is_own=own) from problem
+        if len(text) > MOST_CHARACTERS:
+            raise MemoryError
         return text
 
     def unread(self, template: Mapping[str, object]) -> list[str]:
@@ -331,11 +340,14 @@ def _no_template(name: str) -> SpecdecError:
     )
 
 
-def _template_problem(problem: Exception, name: str, *, is_own: bool) -> SpecdecError:
+def _template_problem(
+    problem: Exception, name: str, *, is_own: bool, is_usable: bool
+) -> SpecdecError:
     """Return the error to raise if a chat template cannot be rendered: `UsageError` if the messages
     or a template from the user are at fault, `SetupError` if the model's template is.
 
     is_own: whether the template is from the user.
+    is_usable: whether the template renders other messages.
     """
     if type(problem) is TemplateError:  # the template raises it with `raise_exception`
         return UsageError(
@@ -351,6 +363,8 @@ def _template_problem(problem: Exception, name: str, *, is_own: bool) -> Specdec
         told = "makes too long a text"
     if is_own:
         return UsageError(f"the given chat template {told}", "see --chat-template")
+    if is_usable and not isinstance(problem, TemplateSyntaxError):
+        return UsageError(f"the chat template of {name} {told}", _ONLY_HERE)
     return SetupError(f"the chat template of {name} {told}", hint)
 
 

@@ -298,6 +298,25 @@ def test_bad_prompts_may_be_skipped(
     assert many.code == 2 and "and 2 more bad prompts" in many.document["error"]["message"]
 
 
+def test_prompts_on_which_the_template_fails_are_bad(run: Run, tmp_path: Path, lines: Any) -> None:
+    """Templates often join texts, and call names of tools, that a row may lack."""
+    joined = "{% for m in messages %}{{ '<' + m.content + '>' }}{% endfor %}"
+    tools = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    model = chat_model(tmp_path / "m", tools + joined)
+    call = {"role": "assistant", "content": None, "tool_calls": TOOLS}
+    ask = {"messages": [ASK]}
+    path = lines(ask, {"messages": [ASK, call, ASK]}, {**ask, "tools": ["search"]}, ask)
+    refused = run("--target", model, "--prompt-file", path, *FEW)
+    told = refused.document["error"]["message"].splitlines()
+    assert refused.code == 2 and [line.split(":")[1] for line in told] == ["2", "3"]
+    assert all("m fails: " in line for line in told)
+    result = run("--target", model, "--prompt-file", path, "--skip-bad", *FEW)
+    assert prompts(result) == ["<Sum a list.>"] * 2
+    given = ("--chat", "--prompt", "x", "--template", "tools=[1]")
+    error = run("--target", model, *given, *FEW).document["error"]
+    assert error["code"] == 2 and error["message"].startswith("--prompt: the chat template of ")
+
+
 @pytest.mark.parametrize("has_template", [True, False])
 def test_a_first_token_that_comes_twice(has_template: bool, run: Run, tmp_path: Path) -> None:
     model = chat_model(tmp_path / "m", CHAT_TEMPLATE)
