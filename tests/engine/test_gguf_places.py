@@ -463,6 +463,21 @@ def test_a_space_before_the_first_word_is_added_unless_the_file_says_otherwise(
     ]
 
 
+@pytest.mark.parametrize("name", ["Phi 3 Mini", "Phi-3-mini", "Phi3", "phi3.5", None], ids=str)
+def test_white_space_after_phi_3_s_tokens_is_left_out(name: str | None, tmp_path: Path) -> None:
+    """As in llama.cpp, which knows these models by their names."""
+    values = sentence_pieces() | {"general.name": name}
+    values["tokenizer.ggml.tokens"] += ["<|user|>", "<|end|>"]
+    values["tokenizer.ggml.token_type"] += [3, 4]
+    values["tokenizer.ggml.scores"] += [-1000.0] * 2
+    found = pieces(values, "<|user|>\nhello<|end|> \n</s> hello<s> hello", tmp_path)
+    if name in (None, "Phi 3 Mini"):
+        assert found[1:4] == ["<|user|>", "▁", "<0x0A>"]
+    else:
+        user = ["<|user|>", "▁hello", "<|end|>", "</s>", "▁hello"]
+        assert found == ["<s>", *user, "<s>", "▁", "▁hello"]
+
+
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "none": ({"tokenizer.ggml.tokens": None}, "there is none in the GGUF file"),
     "twice": ({"tokenizer.ggml.tokens": ["a"] * 97}, "a token twice"),

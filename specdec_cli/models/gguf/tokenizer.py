@@ -32,6 +32,9 @@ _WHOLE_PIECES = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pix
 _WHOLE_PIECES |= {"lfm2", "tekken"}
 # A text begins with the BOS token, even if the file does not say so.
 _BEGIN_WITH_BOS = _WHOLE_PIECES
+# Texts of models of these names lose white space after special tokens, but not after these tokens.
+_STRIPPED = ("phi-3", "phi3")
+_NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 _TEMPLATE = "tokenizer.chat_template"
 _SPECIAL = {
     "bos_token": "bos_token_id",
@@ -68,7 +71,8 @@ def gguf_tokenizer(header: Header) -> Any:
         _cut_as_named(backend, vocabulary["pre_tokenizer_type"])
     elif not architecture.startswith("gemma"):
         _set_spaces(backend, adds_first=vocabulary.get("add_prefix_space") is not False)
-    _add_special(backend, vocabulary)
+    name = str(values.get("general.name")).lower()
+    _add_special(backend, vocabulary, strips=any(one in name for one in _STRIPPED))
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, clean_up_tokenization_spaces=False, **settings
     )
@@ -200,13 +204,17 @@ def _with_tokens_of_file(backend: Any, vocabulary: dict[str, Any]) -> Any:
     return Tokenizer.from_str(json.dumps(made))
 
 
-def _add_special(backend: Any, vocabulary: dict[str, Any]) -> None:
-    """Mark control tokens as special, and user-defined tokens as tokens that are never split."""
+def _add_special(backend: Any, vocabulary: dict[str, Any], *, strips: bool) -> None:
+    """Mark control tokens as special, and user-defined tokens as tokens that are never split.
+
+    strips: whether a text loses the white space after them, as in llama.cpp for Phi-3.
+    """
     known = backend.get_vocab()
     kinds = vocabulary.get("token_type") or ()
     marked = {_CONTROL: [], _USER_DEFINED: []}  # type: dict[int, list[AddedToken]]
     for token, kind in zip(vocabulary["tokens"], kinds, strict=False):
         if kind in marked and token in known:
-            marked[kind].append(AddedToken(token, normalized=False, special=kind == _CONTROL))
+            rest = {"special": kind == _CONTROL, "rstrip": strips and token not in _NOT_STRIPPED}
+            marked[kind].append(AddedToken(token, normalized=False, **rest))
     backend.add_special_tokens(marked[_CONTROL])
     backend.add_tokens(marked[_USER_DEFINED])
