@@ -254,13 +254,20 @@ def test_every_type_is_dequantised(kind: TYPES, tmp_path: Path) -> None:
     )
 
 
+LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}
+ROPE_KEYS: dict[str, dict[str, Any]] = {
+    "llama-linear": {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+    "llama-linear-by-default": {"rope.scaling.factor": 4.0},
+    "llama-linear-in-old-files": {"rope.scale_linear": 4.0},
+    "llama-unscaled": {"rope.scaling.type": "none", "rope.scaling.factor": 4.0},
+}
 ROUND_TRIPS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-untied": ("llama", {}),
     "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama-linear": (
-        "llama",
-        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
-    ),
+    "llama-linear": ("llama", LINEAR),
+    "llama-linear-by-default": ("llama", LINEAR),
+    "llama-linear-in-old-files": ("llama", LINEAR),
+    "llama-unscaled": ("llama", {}),
     "llama3": (
         "llama",
         {
@@ -302,8 +309,7 @@ def test_a_written_model_is_read_back(case: str, tmp_path: Path) -> None:
     more: dict[str, Any] = {}
     if case == "minimax-m2":
         more = MINIMAX_KEYS
-    if case == "llama-linear":
-        more = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    more |= {f"llama.{key}": value for key, value in ROPE_KEYS.get(case, {}).items()}
     extra = {}
     if case == "llama3":  # a file has the quotients of frequencies instead of settings
         plain = 500000.0 ** -(torch.arange(0, 16, 2) / 16)

@@ -148,10 +148,9 @@ def _set_rotary(name: str, architecture: str, header: Header, config: Any) -> No
     if any(tensor.startswith("rope_factors_") for tensor in header.tensors):
         raise Unsupported(name, "its rotary embedding is of type longrope")
     said = f"{architecture}.rope.scaling"
-    kind = header.values.get(f"{said}.type", "none")
-    factor = header.values.get(f"{said}.factor", 1.0)
-    if f"{architecture}.rope.scale_linear" in header.values:
-        kind, factor = "linear", header.values[f"{architecture}.rope.scale_linear"]
+    kind = header.values.get(f"{said}.type", "linear")  # the default in llama.cpp
+    old = header.values.get(f"{architecture}.rope.scale_linear")
+    factor = header.values.get(f"{said}.factor", old) or 1.0
     settings: dict[str, Any] = {}
     if kind == "linear" and type(factor) is float and factor > 0:
         settings = {"rope_type": "linear", "factor": factor} if factor != 1.0 else {}
