@@ -71,12 +71,14 @@ class Job:
     @property
     def date(self) -> str | None:
         """The date that the chat template writes into the prompts; None if it writes none."""
+        tokenizer = self.plan.tokenizer
         for prompt in self.prompts:
-            if prompt.messages is not None and DATE_KEY in prompt.template:
+            if prompt.messages is None or DATE_KEY not in prompt.template:
+                continue
+            if DATE_KEY not in tokenizer.unread(prompt.template):
                 other = replace(prompt, template={**prompt.template, DATE_KEY: _ANOTHER_DAY})
-                if _rendered(self.plan.tokenizer, other).text != prompt.text:
+                if _rendered(tokenizer, other).text != prompt.text:
                     return str(prompt.template[DATE_KEY])
-                break
         return None
 
     @property

@@ -10,6 +10,7 @@ from specdec_cli.experiment.generation import Job, Output
 from specdec_cli.experiment.load.arrivals import process_of
 from specdec_cli.experiment.statistics.stats import FEWEST
 from specdec_cli.models.generation_config import file_of, in_words, recommended, unsupported
+from specdec_cli.prompts import DATE_KEY
 from specdec_cli.recipe import Recipe
 from specdec_cli.text import digest
 
@@ -103,6 +104,7 @@ def warnings_of_job(job: Job, chat: str) -> list[Notice]:
         found.append(Notice("no_chat_template", told, evidence))
     given = [p.template for p in job.prompts if p.messages is not None and p.template]
     counts = Counter(name for template in given for name in tokenizer.unread(template))
+    counts.pop(DATE_KEY, None)  # the user did not ask for it
     if counts:
         told = ", ".join(f"{name} ({rows} of {count} prompts)" for name, rows in counts.items())
         found.append(

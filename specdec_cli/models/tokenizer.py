@@ -131,7 +131,7 @@ class PretrainedTokenizer:
         return text
 
     def unread(self, template: Mapping[str, object]) -> list[str]:
-        names = [name for name in template if name not in ("chat_template", DATE_KEY)]
+        names = [name for name in template if name != "chat_template"]
         if not names:
             return []
         written = self._tokenizer.get_chat_template(

@@ -240,6 +240,18 @@ def test_a_run_keeps_the_date_of_its_prompts(run: Run, tmp_path: Path, clock: An
     assert plain.document["recipe"]["data"]["date"] is None
 
 
+def test_the_date_is_kept_if_any_prompt_has_it(run: Run, tmp_path: Path, clock: Any) -> None:
+    template = "{% if messages[0].content == 'c d' %}{{ strftime_now('%d %b') }}{% endif %}"
+    model = chat_model(tmp_path / "m", template + CHAT_TEMPLATE)
+    (tmp_path / "p.txt").write_text("a b\nc d\n")
+    given = ("--target", model, "--chat", "--prompt-file", tmp_path / "p.txt", *FEW)
+    clock("2026-01-31T23:59:00")
+    first = run(*given, "-o", tmp_path / "run")
+    assert first.document["recipe"]["data"]["date"] == "2026-01-31T23:59:00"
+    clock("2026-02-01T08:00:00")
+    assert prompts(run(*given, "-o", tmp_path / "run", "--resume")) == prompts(first)
+
+
 def test_the_date_is_the_clocks_own_format(run: Run, tmp_path: Path, clock: Any) -> None:
     """The macro writes what `strftime` does, and the text around it does not move."""
     formats = "%Y-%m-%d|%A %-d %B|%B %d, %Y|%I:%M %p|%H%M%S|%j"
