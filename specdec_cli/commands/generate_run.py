@@ -285,10 +285,17 @@ def _run(
 def _next_turns(job: Job, outputs: list[Output]) -> str:
     """Return the text of a .jsonl file that continues the conversations. Each line has a
     conversation so far, its answer and the user's next message. Conversations that failed or have
-    no further turn are left out."""
+    no further turn are left out. So is the recipe's chat template, so that the next recipe's
+    applies."""
     pairs = zip(job.prompts, outputs, strict=True)
     found = [next_turn(prompt, output.text) for prompt, output in pairs if output.error is None]
-    return jsonl_of(prompt for prompt in found if prompt is not None)
+    data = job.plan.recipe.data
+    ours = () if data is None or data.chat_template is None else ("chat_template",)
+    return jsonl_of(
+        replace(prompt, template={k: one for k, one in prompt.template.items() if k not in ours})
+        for prompt in found
+        if prompt is not None
+    )
 
 
 def _keep(ready: Ready, document: dict[str, Any], point: Point) -> None:

@@ -371,6 +371,28 @@ def test_later_turns_follow_the_targets_answers(run: Run, model: Path, tmp_path:
     assert "no conversation has a further turn" in run("--prompt", "x", *asks[-2:], *FEW).err
 
 
+def test_later_turns_go_through_the_template_that_is_named_for_them(
+    run: Run, model: Path, lines: Any, tmp_path: Path
+) -> None:
+    """A row's own template stays with it."""
+    for name in ("one", "two"):
+        content = "{% for m in messages %}" + name + " {{ m.content }};{% endfor %}"
+        (tmp_path / name).write_text(content)
+    own = {"chat_template_kwargs": {"chat_template": (tmp_path / "two").read_text()}}
+    for more, asked, want in (
+        ({}, ("--chat-template", tmp_path / "one"), "two a?;"),
+        ({}, ("--chat",), "two a?;"),
+        (own, ("--chat",), "two a?;"),
+    ):
+        later = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
+        path = lines({"turns": ["a?", "b?"], **more})
+        asks = ("--target", model, "--prompt-file", path, "--next-turns", later)
+        assert run(*asks, *asked, *FEW).code == 0
+        named = ("--chat-template", tmp_path / ("one" if more else "two"))
+        (second,) = run("--target", model, "--prompt-file", later, *named, *FEW).outputs
+        assert second["prompt"].startswith(want) and second["prompt"].endswith("two b?;")
+
+
 def test_a_folder_for_later_turns_that_does_not_exist_is_missed_at_once(
     run: Run, model: Path, lines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
