@@ -85,7 +85,7 @@ def prompt_of(row: object, column: str | None, turn: int = 1) -> Prompt:
         has. If it holds a list of texts, the first text is the prompt, and the others are the
         user's later turns.
     turn: for a ShareGPT conversation, the number of the user's message, from 1, with which the
-        prompt ends.
+        prompt ends. It is 1 for other values.
 
     Raises `BadRow` if the row has no usable prompt, and `NoSuchTurn` if the conversation is too
     short.
@@ -140,6 +140,8 @@ def _of_value(value: object, key: str, turn: int) -> Prompt:
     first = value[0] if isinstance(value, list) and value else None
     if key == CONVERSATION_KEY or (isinstance(first, Mapping) and "from" in first):
         return Prompt(0, None, messages=_messages(shared_conversation(value, turn), name))
+    if turn > 1:
+        raise BadRow(f"{name} is no ShareGPT conversation, so data.turn cannot be {turn}")
     if key == MESSAGES_KEY or isinstance(first, Mapping):
         return Prompt(0, None, messages=_messages(value, name))
     if key == IDS_KEY or (type(first) is int and key != "turns"):

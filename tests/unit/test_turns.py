@@ -94,3 +94,21 @@ def test_shared_conversations(tmp_path: Path) -> None:
 def test_what_is_no_conversation(row: object, told: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=told):
         prompts(tmp_path / "s.json", [row])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "One?"}]},
+        {"turns": ["One?", "Two?"]},
+        {"dialog": [{"role": "user", "content": "One?"}]},
+        {"prompt": "One?"},
+        {"prompt_token_ids": [5]},
+    ],
+    ids=lambda row: next(iter(row)),
+)
+def test_other_rows_have_no_turn_to_choose(row: dict[str, Any], tmp_path: Path) -> None:
+    (column,) = row
+    assert len(prompts(tmp_path / "s.json", [row], column=column)) == 1
+    with pytest.raises(UsageError, match=f":1: {column} is no ShareGPT .* data.turn cannot be 2"):
+        prompts(tmp_path / "s.json", [row], column=column, turn=2)
