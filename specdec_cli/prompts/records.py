@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 
-from specdec_cli.prompts.turns import LATER_KEY, later_turns, shared_conversation
+from specdec_cli.prompts.turns import LATER_KEY, shared_conversation
 from specdec_cli.prompts.types import BadRow, Message, Prompt
 from specdec_cli.text import is_unicode, one_line, shown
 
@@ -117,7 +117,7 @@ def prompt_of(row: object, column: str | None, turn: int = 1) -> Prompt:
         found,
         text=text,
         category=category,
-        later=found.later or later_turns(row.get(LATER_KEY)),
+        later=found.later or _turns(row.get(LATER_KEY) or [], LATER_KEY),
         system=checked(system, "system message") if isinstance(system, str) else None,
         template=_template_of(row),
         unused=(*odd, *ignored),
@@ -147,10 +147,22 @@ def _of_value(value: object, key: str, turn: int) -> Prompt:
     if key == IDS_KEY or (type(first) is int and key != "turns"):
         return Prompt(0, None, token_ids=_token_ids(value, name))
     if isinstance(value, list) and isinstance(first, str):
-        return Prompt(0, checked(first, f"{name}[0]"), later=later_turns(value[1:]))
+        asked, *later = _turns(value, name)
+        return Prompt(0, asked, later=tuple(later))
     if not isinstance(value, str):
         raise BadRow(f"{name} should be text, turns, messages or token ids, not {shown(value)}")
     return Prompt(0, checked(value, name))
+
+
+def _turns(value: object, key: str) -> tuple[str, ...]:
+    """Check a list of the user's turns, and return it. Raises `BadRow` if one is not a text."""
+    if not isinstance(value, list):
+        raise BadRow(f"{key} should be a list, not {shown(value)}")
+    for place, one in enumerate(value):
+        if not isinstance(one, str):
+            raise BadRow(f"{key}[{place}] should be text, not {shown(one)}")
+        checked(one, f"{key}[{place}]")
+    return tuple(value)
 
 
 def _template_of(row: Mapping[str, object]) -> dict[str, object]:

@@ -60,13 +60,6 @@ def shared_conversation(value: object, turn: int) -> list[Message]:
     raise NoSuchTurn
 
 
-def later_turns(rest: object) -> tuple[str, ...]:
-    """Return `rest`, the user's turns after the first; () if it is not a list of texts."""
-    if not isinstance(rest, list) or not all(isinstance(one, str) for one in rest):
-        return ()
-    return tuple(rest)
-
-
 def next_turn(prompt: Prompt, answer: str) -> Prompt | None:
     """Make the prompt of the next turn: the messages so far, `answer`, and the user's next message.
     Returns None if there is no further turn."""

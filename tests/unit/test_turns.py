@@ -112,3 +112,18 @@ def test_other_rows_have_no_turn_to_choose(row: dict[str, Any], tmp_path: Path) 
     assert len(prompts(tmp_path / "s.json", [row], column=column)) == 1
     with pytest.raises(UsageError, match=f":1: {column} is no ShareGPT .* data.turn cannot be 2"):
         prompts(tmp_path / "s.json", [row], column=column, turn=2)
+
+
+@pytest.mark.parametrize("key", ["turns", "prompt", "later_turns"])
+@pytest.mark.parametrize(
+    ("turn", "told"), [("", "empty prompt"), (" ", "blank prompt"), (5, "should be text, not 5")]
+)
+def test_a_later_turn_without_text_is_a_bad_row(
+    key: str, turn: object, told: str, tmp_path: Path
+) -> None:
+    row: dict[str, object] = {key: ["One?", "Two?", turn]}
+    if key == "later_turns":
+        row["prompt"] = "Zero?"
+    with pytest.raises(UsageError, match=rf":1: .*{key}\[2\]") as caught:
+        prompts(tmp_path / "s.json", [row])
+    assert told in caught.value.message
