@@ -190,6 +190,13 @@ KEYS: dict[str, tuple[dict[str, Any], str]] = {
     "epsilon": ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "rms_norm_eps is NaN"),
     "part-of-heads": ({"llama.attention.key_length": 8}, "attention.key_length is 8"),
     "experts": ({"llama.expert_count": 8}, "reads no experts"),
+    "layers-are-a-list": ({"llama.block_count": [1, 2]}, "llama.block_count is [1, 2]"),
+    "size-is-a-list": ({"llama.attention.key_length": [16]}, "attention.key_length is [16]"),
+    "end-is-a-list": ({"tokenizer.ggml.eos_token_id": [1, 2]}, "ggml.eos_token_id is [1, 2]"),
+    "turn-s-end-is-a-list": ({"tokenizer.ggml.eot_token_id": [1]}, "ggml.eot_token_id is [1]"),
+    "message-s-end-is-text": ({"tokenizer.ggml.eom_token_id": "x"}, 'ggml.eom_token_id is "x"'),
+    "turn-s-end-is-no-token": ({"tokenizer.ggml.eot_token_id": 97}, "ggml.eot_token_id is 97"),
+    "begin-is-no-token": ({"tokenizer.ggml.bos_token_id": 97}, "ggml.bos_token_id is 97"),
     "yarn": ({"llama.rope.scaling.type": "yarn"}, 'scaled as "yarn"'),
 }
 

@@ -30,6 +30,7 @@ _TEXT_ONLY = {"gemma3": "gemma3_text"}
 _OTHER_SCALE = {("gemma2", 46), ("gemma3", 62)}
 _PLAIN = {"F32": None, "F16": "float16", "BF16": "bfloat16"}
 _SIGMOID = 2  # value of `expert_gating_func` for sigmoid scores of experts
+_SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "padding")
 _ROTARY_FACTORS = "rope_freqs.weight"
 
 
@@ -38,14 +39,13 @@ def gguf_config(name: str, header: Header) -> Any:
     values, and `Unsupported` for a model that cannot run here."""
     architecture = architecture_of(name, header)
     check_kinds(name, header)
-    values = _mapped(architecture, header)
+    values = _mapped(name, architecture, header)
     check_numbers(name, values, "the GGUF file")
+    values["eos_token_id"] = _ends(name, header, values)
     for key in ("rms_norm_eps", "rope_theta"):
         number = values.get(key, 1.0)
         if type(number) not in (int, float) or not (math.isfinite(number) and number > 0):
-            raise SetupError(
-                f"the GGUF file of {name}: {key} is {shown(number)}", "it must be above 0"
-            )
+            raise _not_possible(name, key, number, "it must be above 0")
     values["dtype"] = _dtype(header)
     try:
         config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
@@ -59,9 +59,16 @@ def gguf_config(name: str, header: Header) -> Any:
     return config
 
 
-def _mapped(architecture: str, header: Header) -> dict[str, Any]:
+def _mapped(name: str, architecture: str, header: Header) -> dict[str, Any]:
     """Return the config's keys and their values. Most come from transformers' tables; those that
-    the tables leave out are added."""
+    the tables leave out are added. Raises `SetupError` if the file has a list for one of them."""
+
+    def one(key: str) -> Any:
+        found = header.values.get(key)
+        if isinstance(found, list):
+            raise _not_possible(name, key, found, "it must be one value, not a list")
+        return found
+
     known = FROM_GGUF[architecture]
     # transformers distinguishes mistral from llama by the model's name.
     is_mistral = architecture == "llama" and header.values.get("general.name") == "mistral"
@@ -71,7 +78,7 @@ def _mapped(architecture: str, header: Header) -> dict[str, Any]:
     tables[architecture] = GGUF_CONFIG_MAPPING[family]
     for prefix, table in tables.items():
         for key, wanted in table.items():
-            found = header.values.get(f"{prefix}.{key}")
+            found = one(f"{prefix}.{key}")
             if found is not None and wanted is not None:
                 values[wanted] = found
     values["model_type"] = _TEXT_ONLY.get(family, family)
@@ -82,7 +89,7 @@ def _mapped(architecture: str, header: Header) -> dict[str, Any]:
         values["vocab_size"] = len(tokens)
 
     def said(key: str) -> Any:
-        return header.values.get(f"{architecture}.{key}")
+        return one(f"{architecture}.{key}")
 
     more = {
         "head_dim": said("attention.key_length"),
@@ -105,12 +112,24 @@ def _mapped(architecture: str, header: Header) -> dict[str, Any]:
         heads, width = values.get("num_attention_heads"), values.get("hidden_size")
         if type(heads) is int and type(width) is int and heads > 0:
             more["query_pre_attn_scalar"] = width // heads
-    values |= {key: value for key, value in more.items() if value is not None}
-    ends = [values.get("eos_token_id")]
-    ends += [header.values.get(f"tokenizer.ggml.{end}_token_id") for end in ("eot", "eom")]
+    return values | {key: value for key, value in more.items() if value is not None}
+
+
+def _ends(name: str, header: Header, values: dict[str, Any]) -> Any:
+    """Return the ids that end a text: a list if there are several, None if there is none. Raises
+    `SetupError` if a special id in the file is not in the vocabulary."""
+    size, ends = values.get("vocab_size") or math.inf, [values.get("eos_token_id")]
+    for special in _SPECIAL:
+        found = header.values.get(key := f"tokenizer.ggml.{special}_token_id")
+        if found is not None and not (type(found) is int and 0 <= found < size):
+            raise _not_possible(name, key, found, f"it must be a token's id, below {size}")
+        ends += [found] if special in ("eot", "eom") else []
     found_ends = list(dict.fromkeys(end for end in ends if end is not None))
-    values["eos_token_id"] = found_ends if len(found_ends) > 1 else (found_ends or [None])[0]
-    return values
+    return found_ends if len(found_ends) > 1 else (found_ends or [None])[0]
+
+
+def _not_possible(name: str, key: str, value: object, hint: str) -> SetupError:
+    return SetupError(f"the GGUF file of {name}: {key} is {shown(value)}", hint)
 
 
 def _dtype(header: Header) -> str | None:
