@@ -14,7 +14,7 @@ from huggingface_hub import HfApi
 from transformers import AutoTokenizer
 
 from specdec_cli.core.parallel import TensorParallel
-from specdec_cli.errors import ExitCode, SetupError
+from specdec_cli.errors import ExitCode, SetupError, UsageError
 from specdec_cli.models.ahead import check_ahead
 from specdec_cli.models.description import describe
 from specdec_cli.models.fingerprint import fingerprint
@@ -327,6 +327,29 @@ def test_tokenizer_and_special_ids_are_the_files(more: dict[str, Any], tmp_path:
     assert tokenizer.decode(ids) == "hello w<think>h"
     assert tokenizer.decode(tokenizer.encode("  hello ")) == "  hello "
     assert tokenizer.render([{"role": "user", "content": "hi"}]) == "<|start|>hi<|end|><|start|>"
+
+
+def test_templates_with_names(tmp_path: Path) -> None:
+    more: dict[str, Any] = {
+        "tokenizer.chat_templates": ["rag", "tool_use"],
+        "tokenizer.chat_template.rag": "rag: {{ messages[0].content }}",
+        "tokenizer.chat_template.tool_use": "{{ tools[0] }}: {{ messages[0].content }}",
+    }
+    values = vocabulary() | more
+    size, ask = len(values["tokenizer.ggml.tokens"]), [{"role": "user", "content": "hi"}]
+    file = save_gguf(
+        tmp_path / "m.gguf", "llama", tiny_model("llama", vocab_size=size), more=values
+    )
+    tokenizer = load_tokenizer(file, "m", size, False)
+    assert tokenizer.render(ask) == "<|start|>hi<|end|><|start|>"
+    assert tokenizer.render(ask, {"chat_template": "rag"}) == "rag: hi"
+    with pytest.raises(UsageError, match="no chat template") as caught:
+        tokenizer.render(ask, {"chat_template": "nonesuch"})
+    assert caught.value.hint == "its names are default, rag, tool_use"
+    values["tokenizer.chat_template"] = None
+    save_gguf(file, "llama", tiny_model("llama", vocab_size=size), more=values)
+    tokenizer = load_tokenizer(file, "m", size, False)
+    assert tokenizer.render(ask, {"chat_template": "rag"}) == "rag: hi"
 
 
 WIDE = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>"]

@@ -36,6 +36,7 @@ _BEGIN_WITH_BOS = _WHOLE_PIECES
 _STRIPPED = ("phi-3", "phi3")
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 _TEMPLATE = "tokenizer.chat_template"
+_NAMED = f"{_TEMPLATE}."  # begins the keys of further templates, which end in their names
 _SPECIAL = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -63,8 +64,12 @@ def gguf_tokenizer(header: Header) -> Any:
         is_usual = vocabulary["tokenizer_type"] == _PIECES
         is_usual |= vocabulary["pre_tokenizer_type"] in _BEGIN_WITH_BOS
         settings["add_bos_token"] = is_usual and settings["bos_token"] is not None
-    if isinstance(template := values.get(_TEMPLATE), str):
-        settings["chat_template"] = template
+    texts = {key: one for key, one in values.items() if isinstance(one, str)}
+    named = {key.removeprefix(_NAMED): texts[key] for key in texts if key.startswith(_NAMED)}
+    if (template := texts.get(_TEMPLATE)) is not None:
+        settings["chat_template"] = {"default": template, **named} if named else template
+    elif named:
+        settings["chat_template"] = named
     architecture = str(values["general.architecture"])
     backend = _with_tokens_of_file(_backend(architecture, vocabulary), vocabulary)
     if vocabulary["tokenizer_type"] == _BYTE_LEVEL:
