@@ -384,6 +384,20 @@ def test_special_tokens_outside_the_byte_level_alphabet_keep_their_ids(tmp_path:
     assert max(tokenizer.encode("<|endoftext|>")) <= end, "the file has no such token"
 
 
+@pytest.mark.parametrize("kinds", [[1, 4], [4, 1]], ids=str)
+def test_two_spaces_may_be_two_tokens(kinds: list[int], tmp_path: Path) -> None:
+    """One is spelled by its bytes. Texts have the other, which is never split."""
+    values = vocabulary()
+    values["tokenizer.ggml.tokens"] += ["ĠĠ", "  "] if kinds[0] == 1 else ["  ", "ĠĠ"]
+    values["tokenizer.ggml.token_type"] += kinds
+    values["tokenizer.ggml.merges"] += ["Ġ Ġ"]
+    assert pieces(values, "hell  o", tmp_path) == ["hell", "  ", "o"]
+    tokenizer = load_tokenizer(tmp_path / "m.gguf", "m", 266, False)
+    tokens = values["tokenizer.ggml.tokens"]
+    assert tokenizer.vocabulary() == {token: i for i, token in enumerate(tokens)}
+    assert tokenizer.decode([tokens.index("ĠĠ"), tokens.index("  ")]) == " " * 4
+
+
 @pytest.mark.parametrize("name", ["bos_token", "eos_token"])
 def test_a_file_whose_special_token_would_get_another_id_is_refused(
     name: str, tmp_path: Path

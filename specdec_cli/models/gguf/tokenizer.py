@@ -187,25 +187,27 @@ def _with_tokens_of_file(backend: Any, vocabulary: dict[str, Any]) -> Any:
     """Return the tokenizer with the file's tokens, and no others.
 
     transformers spells a token by its bytes if it has characters outside the byte-level alphabet.
-    But special tokens, such as `<｜User｜>`, occur in texts as the file spells them. It also adds
-    special tokens that the model does not have, such as `<|endoftext|>`.
+    But special tokens, such as `<｜User｜>`, occur in texts as the file spells them, and their
+    bytes may spell another token, such as `ĠĠ`. It also adds special tokens that the model does not
+    have, such as `<|endoftext|>`.
     """
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     spelling, known, tokens = bytes_to_unicode(), backend.get_vocab(), vocabulary["tokens"]
-    kinds = (
-        vocabulary.get("token_type") or () if vocabulary["tokenizer_type"] == _BYTE_LEVEL else ()
-    )
-    respelled = {}
-    for token_id, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
-        if kind in (_CONTROL, _USER_DEFINED) and known.get(token) != token_id:
-            respelled["".join(spelling[byte] for byte in token.encode())] = token
-    if not respelled and max(known.values()) < len(tokens):
+    ids = {token: token_id for token, token_id in known.items() if token_id < len(tokens)}
+    if vocabulary["tokenizer_type"] == _BYTE_LEVEL:
+        kinds, alphabet = vocabulary.get("token_type") or [None] * len(tokens), {*spelling.values()}
+        ids = {
+            token
+            if kind in (_CONTROL, _USER_DEFINED) or alphabet.issuperset(token)
+            else "".join(spelling[byte] for byte in token.encode()): token_id
+            for token_id, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+        }
+    if ids == known:
         return backend
     made = json.loads(backend.to_str())
-    ids = made["model"]["vocab"]
-    made["model"]["vocab"] = {respelled.get(token, token): ids[token] for token in ids}
-    made["added_tokens"] = [one for one in made["added_tokens"] if one["id"] < len(tokens)]
+    made["model"]["vocab"] = ids
+    made["added_tokens"] = [one for one in made["added_tokens"] if one["content"] in ids]
     return Tokenizer.from_str(json.dumps(made))
 
 
