@@ -38,7 +38,7 @@ from specdec_cli.models.guards import (
 from specdec_cli.prompts.records import DATE_KEY, TEMPLATE_KEYS
 from specdec_cli.text import reason_of, shown
 
-_FORMATS = "aAbBcdeFHIjmMpRSTuUVwWxXyYzZDGhr"
+_FORMATS = "aAbBcCdDeFfgGhHIjklmMnpPrRsStTuUVwWxXyYzZ"
 _PLAIN: Mapping[str, object] = {}
 _ANY_MESSAGES = [{"role": "user", "content": "hello"}]  # every template should render them
 _ONLY_HERE = "it renders other prompts: check this one and its values for the template"
@@ -120,12 +120,16 @@ class PretrainedTokenizer:
         given = dict(template)
         moment = given.pop(DATE_KEY, None)
         written = self._tokenizer.get_chat_template(given.get("chat_template"), given.get("tools"))
-        if isinstance(moment, str) and DATE_KEY in written:
-            given["chat_template"] = at_moment(written, datetime.fromisoformat(moment))
-        with bounded(TEMPLATE_SECONDS, TEMPLATE_BYTES):
-            text: str = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False, **given
-            )
+        if is_dated := isinstance(moment, str) and DATE_KEY in written:
+            given["chat_template"] = at_moment(written, datetime.fromisoformat(str(moment)))
+        try:
+            with bounded(TEMPLATE_SECONDS, TEMPLATE_BYTES):
+                text: str = self._tokenizer.apply_chat_template(
+                    list(messages), add_generation_prompt=True, tokenize=False, **given
+                )
+        except TemplateSyntaxError as problem:
+            problem.lineno -= is_dated  # the macro has a line of its own
+            raise
         if len(text) > MOST_CHARACTERS:
             raise MemoryError
         return text
@@ -325,10 +329,17 @@ def _steps_of(tokenizer: Any) -> dict[str, Any]:
 def at_moment(template: str, moment: datetime) -> str:
     """Put a macro `strftime_now` in front of a chat template. It replaces transformers' function of
     this name, and formats the given time instead of the current one."""
-    formats = [f"%{flag}{letter}" for flag in ("-", "") for letter in _FORMATS]
-    steps = "".join(f"|replace({one!r}, {moment.strftime(one)!r})" for one in formats)
+    formats = [f"%{flag}{letter}" for flag in ("", *"-_0^#") for letter in _FORMATS]
+    texts = [[one, moment.strftime(one)] for one in formats]
+    macro = (
+        f"{{% macro {DATE_KEY}(format) %}}{{% for piece in format.split('%%') %}}"
+        "{{ '%' if not loop.first }}{% set found = namespace(text=piece) %}"
+        f"{{% for one, text in {texts!r} if one in piece %}}"
+        "{% set found.text = found.text|replace(one, text) %}{% endfor %}"
+        "{{ found.text }}{% endfor %}{% endmacro %}"
+    )
     # The line break adds nothing to the rendered text: Jinja drops it after a block.
-    return f"{{% macro {DATE_KEY}(f) %}}{{{{ f{steps} }}}}{{% endmacro %}}\n{template}"
+    return f"{macro}\n{template}"
 
 
 def _no_template(name: str) -> SpecdecError:

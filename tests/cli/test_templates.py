@@ -253,15 +253,19 @@ def test_the_date_is_kept_if_any_prompt_has_it(run: Run, tmp_path: Path, clock: 
 
 
 def test_the_date_is_the_clocks_own_format(run: Run, tmp_path: Path, clock: Any) -> None:
-    """The macro writes what `strftime` does, and the text around it does not move."""
-    formats = "%Y-%m-%d|%A %-d %B|%B %d, %Y|%I:%M %p|%H%M%S|%j"
-    template = "\n\n  {% if true %}x{% endif %}\n{{ strftime_now('" + formats + "') }}"
+    """The macro writes what `strftime` does, and the text and the lines around it do not move."""
+    formats = "%Y-%m-%d|%A %-d %B|%B %d, %Y|%I:%M %p|%H%M%S.%f|%j|%k%% %s%%%Y%%Y %_d%n%%"
+    template = "\n\n  {% if true %}x{% endif %}\n{{ strftime_now(format='" + formats + "') }}"
     model = chat_model(tmp_path / "m", template)
     now = datetime.fromisoformat("2026-03-07T09:05:02")
     clock(now.isoformat())
     (found,) = prompts(run("--target", model, "--chat", "--prompt", "x", *FEW))
     plain = rendered(model, [ASK], chat_template=template[: template.index("{{")])
     assert found == plain + now.strftime(formats)
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ strftime_now('%Y') }}\n{% endfr %}\n")
+    result = run("--target", model, "--chat-template", file, "--prompt", "x", *FEW)
+    assert "template is damaged: line 2: " in result.document["error"]["message"]
 
 
 @pytest.mark.usefixtures("no_pictures")
