@@ -201,15 +201,21 @@ def baseline_of(points: Sequence[Point], point: Point) -> Point | None:
 
 def _labels(points: Sequence[Point]) -> dict[str | None, str]:
     """Choose a short name for each draft: the last part of its path if that is unique, otherwise
-    the whole path. Only the end of a long name is kept."""
+    the whole path. Only the end of a long name is kept, but enough of it to be unique."""
     names = sorted({p.draft for p in points if p.draft is not None})
     labels: dict[str | None, str] = {None: "no draft"}
     for name in names:
         short = name.rstrip("/").rpartition("/")[2] or name
-        is_unique = sum(other.rstrip("/").endswith(short) for other in names) == 1
-        text = short if is_unique else name
-        labels[name] = text if len(text) <= _LABEL_LENGTH else f"…{text[1 - _LABEL_LENGTH :]}"
+        text = short if len(_ending(short, names)) == 1 else name
+        kept = _LABEL_LENGTH - 1
+        while kept < len(text) and len(_ending(text[-kept:], names)) > 1:
+            kept += 1
+        labels[name] = text if len(text) <= kept + 1 else f"…{text[-kept:]}"
     return labels
+
+
+def _ending(end: str, names: Sequence[str]) -> list[str]:
+    return [name for name in names if name.rstrip("/").endswith(end.rstrip("/"))]
 
 
 def _read(path: Path, notes: list[str]) -> str | None:

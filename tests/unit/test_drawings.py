@@ -87,6 +87,16 @@ def test_lines_of_a_sweep(sweep: ReportedRun) -> None:
     assert lines_of(figure.axes[0])["draft-1b"][1] == approx(errors)
 
 
+def test_drafts_whose_long_names_end_alike_are_lines_of_their_own(tmp_path: Path) -> None:
+    end = "checkpoint-final-of-the-training-run-2026"
+    drafts = [(f"/models/run-a/{end}", 0.8, 0.95), (f"/models/run-b/{end}", 0.6, 0.95)]
+    run = read_folder(write_folder(tmp_path, sweep_points((0, 1, 3), (1,), drafts)))
+    assert list(run.labels.values()) == ["no draft", f"…a/{end}", f"…b/{end}"]
+    figure = Figure()
+    draw_speedup(figure, run, [])
+    assert {f"…a/{end}", f"…b/{end}"} <= lines_of(figure.axes[0]).keys()
+
+
 def test_nothing_is_marked_as_recommended_without_a_verdict(
     sweep: ReportedRun, tmp_path: Path
 ) -> None:
