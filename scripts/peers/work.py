@@ -322,6 +322,8 @@ def row(
     texts, tokens = len(got.token_ids), sum(map(len, got.token_ids))
     rounds = got.rounds or tokens - texts
     by_rounds = tokens - texts * (got.apart if got.rounds else 1)
+    # The round that writes a text's first token lies inside `first`, so it is not among the timed.
+    is_first_round = got.rounds > 0 and got.apart == 0
     return Row(
         engine=engine,
         batch=batch,
@@ -329,7 +331,7 @@ def row(
         k=k,
         rounds=rounds,
         tokens_a_round=by_rounds / rounds,
-        ms_a_round=1e3 * (got.seconds - first) * batch / rounds,
+        ms_a_round=1e3 * (got.seconds - first) * batch / (rounds - texts * is_first_round),
         tokens_per_s=(tokens - texts) / (got.seconds - first),
         first_token_ms=1e3 * first * batch / texts,
     )

@@ -82,9 +82,12 @@ def test_each_batch_size_is_timed_at_each_length(capsys: pytest.CaptureFixture[s
 
 
 def test_first_tokens_count_where_a_round_wrote_them() -> None:
-    got = work.Decoded(3.5, [[1] * 31] * 2, rounds=20, apart=0)
+    """The first round of each prompt is among the rounds, but its time is that of first tokens."""
+    got = work.Decoded(3.2, [[1] * 31] * 2, rounds=20, apart=0)
     row = work.row("some", 4, 2, TWO, got, first=0.5)
-    assert (row.tokens_a_round, row.tokens_per_s) == (3.1, 20.0)
+    assert (row.rounds, row.tokens_a_round) == (20, 3.1)
+    assert row.ms_a_round == pytest.approx(2700 * 2 / 18)
+    assert row.tokens_per_s == pytest.approx(60 / 2.7)
 
 
 def test_the_ids_that_end_a_text_come_from_the_target(tmp_path: Path) -> None:
