@@ -140,10 +140,10 @@ def time_rounds(recipe: Recipe, world: World, args: argparse.Namespace) -> None:
             )
             capture = time.perf_counter() - started
             found = measure(engine, planned, k, args)
-            ms = sorted(m.round_ms for m in found)
             speed = statistics.median(m.decode_tokens_per_second for m in found)
             plain = speed if k == 0 else plain
-            middle = found[len(found) // 2]
+            ms = [m.round_ms for m in found]
+            middle = sorted(found, key=lambda m: m.round_ms)[(len(found) - 1) // 2]
             length = statistics.mean(tokens_a_round(m) for m in found)
             read = middle.distinct_experts
             floor = round_ms(planned, k, batch_size, rates, read)
@@ -151,10 +151,10 @@ def time_rounds(recipe: Recipe, world: World, args: argparse.Namespace) -> None:
                 f"| {batch_size} | {k} | {sum(m.num_rounds for m in found)} | {length:.2f} "
                 f"| {middle.draft_ms:.2f} | {middle.verify_ms:.2f} | {middle.sample_ms:.3f} "
                 f"| {middle.commit_ms:.3f} "
-                f"| {statistics.median(ms):.2f} ({ms[0]:.2f} – {ms[-1]:.2f}) | {speed:.0f} "
-                f"| {speed / plain if plain else 0:.2f} "
+                f"| {middle.round_ms:.2f} ({min(ms):.2f} – {max(ms):.2f}) | {speed:.0f} "
+                f"| {f'{speed / plain:.2f}' if plain else '–'} "
                 f"| {'' if read is None else f'{read:.1f}'} "
-                f"| {over_floor(statistics.median(ms), floor)} |"
+                f"| {over_floor(middle.round_ms, floor)} |"
                 f" (captured in {capture:.1f} s)",
                 flush=True,
             )
