@@ -90,6 +90,18 @@ def test_first_tokens_count_where_a_round_wrote_them() -> None:
     assert row.tokens_per_s == pytest.approx(60 / 2.7)
 
 
+def test_a_row_of_an_even_number_of_repeats_is_one_repeat(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    times = (3.5, 2.5)
+    repeats = [
+        work.row("some", 4, 2, TWO, work.Decoded(s, [[1] * 31] * 2, 20), first=0.5) for s in times
+    ]
+    work.show([repeats])
+    row = capsys.readouterr().out.splitlines()[-1].split(" | ")
+    assert row[6:8] == ["200.00 (200.00 – 300.00)", "30.0"]
+
+
 def test_the_ids_that_end_a_text_come_from_the_target(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text(json.dumps({"eos_token_id": 2}))
