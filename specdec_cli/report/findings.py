@@ -17,6 +17,7 @@ from specdec_cli.report.folder import ReportedRun
 
 # `warnings` leaves out a run's own warnings that begin like this, because it rewords them.
 _SAID_ABOVE = ("acceptance is synthetic", "the weights are random")
+_UNTESTED = "This is the fastest point so far, without a test of ties."
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +251,8 @@ def answer(run: ReportedRun, best: Finding) -> str:
             how = "is predicted to be" if second.is_predicted else "is"
             what = setting_in_words(run, second)
             told = f"The best with proposals, {what}, {how} {gain_in_words(second)}."
+        if best.recorded is None:
+            return f"Fastest {at}: {setting_in_words(run, point)}. {told} {_UNTESTED}"
         return f"No speculation {at}: {why}. {told}"
     what = setting_in_words(run, point)
     fast = ""
@@ -260,8 +263,7 @@ def answer(run: ReportedRun, best: Finding) -> str:
         fast = f", {times(measured)} the speed of plain decoding"
         fast += interval_in_words(point.speedup_ci)
     if best.recorded is None:
-        least = "This is the fastest point so far, without a test of ties."
-        return f"Fastest {at}: {what}{fast}. {least}"
+        return f"Fastest {at}: {what}{fast}. {_UNTESTED}"
     tied = _against_fastest(run, best)
     if best.is_disturbed:
         tied += " Not called significant: times were disturbed (see the warnings)."
@@ -315,7 +317,7 @@ def headline(run: ReportedRun, bests: list[Finding]) -> str:
         return "No point was measured."
     if len(found) == 1:
         return answer(run, found[0])
-    if any(best.is_open for best in found):
+    if any(best.is_open or best.recorded is None for best in found):
         return " ".join(answer(run, best) for best in found)
     if all(b.point is not None and b.point.is_baseline for b in found):
         if any(_is_within_chance(run, best) for best in found):

@@ -111,12 +111,12 @@ def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
         if b.is_open
     ]
     if not speculating:
-        note = (
+        if not all(b.recorded is not None for b in decided):
+            undecided.append(": the run is incomplete. Plain decoding is the fastest so far.")
+        note = " ".join(f"No recommendation{told}" for told in undecided) or (
             "Nothing was faster than plain decoding beyond chance: start vLLM without a "
             "speculative config."
         )
-        if undecided:
-            note = " ".join(f"No recommendation{told}" for told in undecided)
         plain = next((b.point for b in decided), None)
         return deployed(None, plain, [note], sglang=_sglang(run, target, plain))
     # vLLM runs only one draft. Choose the one that is best at the smallest batch size, because

@@ -317,6 +317,20 @@ def test_a_killed_sweep(tmp_path: Path) -> None:
     assert "table-predictions" not in tables
 
 
+def test_a_sweep_that_was_killed_after_plain_decoding_claims_no_test(tmp_path: Path) -> None:
+    points = sweep_points(ks=(0,), batch_sizes=(1,))
+    content = read(write_folder(tmp_path / "one", points, finished=False))
+    told = "No point with proposals was measured. This is the fastest point so far, without a test"
+    assert content.headline == f"Fastest at batch size 1: no speculation. {told} of ties."
+    assert content.deployment is not None and content.deployment.notes == [
+        "No recommendation: the run is incomplete. Plain decoding is the fastest so far."
+    ]
+    for ks in ((0,), (0, 1, 2)):
+        points = sweep_points(ks=ks, batch_sizes=(1, 8))
+        two = read(write_folder(tmp_path / f"two-{len(ks)}", points, finished=False)).headline
+        assert "Recommended" not in two and two.count("without a test of ties.") == 2
+
+
 def test_a_failed_point_that_was_run_again(tmp_path: Path) -> None:
     points = sweep_points(ks=(0, 2), batch_sizes=(1,), drafts=ONE_DRAFT)
     failed = {"k": 2, "batch_size": 1, "draft": DRAFT, "status": "failed", "reason": "once"}
