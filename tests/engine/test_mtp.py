@@ -473,19 +473,34 @@ def test_a_tied_head_over_ranks_is_left_out_once() -> None:
     assert body.weight_bytes == sum(p.nbytes for p in own)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("vocab", [97, 1024, 2048])
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "mimo_v2_flash"])
-def test_all_that_a_module_holds_on_a_cpu_is_counted(family: str, tmp_path: Path) -> None:
-    """A CPU may hold the projection in two forms, and the head again beside layers that are not
-    fused; these are large enough."""
+def test_all_that_a_module_holds_on_a_cpu_is_counted(
+    family: str, vocab: int, dtype: str, tmp_path: Path
+) -> None:
+    """A CPU may hold the projection in two forms, and the head again, in one or two, beside layers
+    that are not fused."""
     told = {} if family == "mimo_v2_flash" else {"num_nextn_predict_layers": 1}
-    config = tiny_config(family, hidden_size=512, vocab_size=2048, **told)
+    config = tiny_config(family, hidden_size=512, vocab_size=vocab, **told)
     config.save_pretrained(tmp_path)
-    word_tokenizer(tmp_path, [f"w{i}" for i in range(2048)])
-    found = planned(tmp_path, 2, target__load_format="dummy")
+    word_tokenizer(tmp_path, [f"w{i}" for i in range(vocab)])
+    found = planned(tmp_path, 2, target__load_format="dummy", target__dtype=dtype)
     assert found.draft is not None
     _, held = weight_bytes(load_models(found))
     norms = 2048 * len(found.draft.layers)  # dummy modules hold two norms as one
     assert held == pytest.approx(found.draft.loaded_bytes(is_compiled=False), abs=norms)
+
+
+def test_a_head_of_a_module_s_own_is_held_in_copies_only(tmp_path: Path) -> None:
+    folder = save_mtp(tmp_path, "deepseek_v3", steps=0)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    found = planned(folder, 1, speculation__mtp_copies="used")
+    assert found.draft is not None
+    _, held = weight_bytes(load_models(found))
+    assert held == pytest.approx(found.draft.loaded_bytes(is_compiled=False), abs=256)
 
 
 def test_vllm_s_config() -> None:

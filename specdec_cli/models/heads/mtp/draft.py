@@ -139,12 +139,13 @@ class MtpDraft:
     @property
     def _numbers_again(self) -> int:
         """The number of values per module that a CPU stores a second time, in another layout. These
-        are the values of the projection and, if the layer is not fused, of the target's output
-        matrix."""
+        are the values of the projection and, if the layer is not fused, of the output matrix, of
+        which such a module keeps only copies."""
         projection, head = 2 * self.config.hidden_size**2, self.body.module.lm_head.weight.numel()
         found = projection if all(ops.forms_of(projection, self.dtype)) else 0
-        if not is_fusable(self.body.module) and ops.forms_of(head, self.dtype).packed:
-            found += head
+        if not is_fusable(self.body.module):
+            copies = sum(ops.forms_of(head, self.dtype))
+            found += head * (copies if "lm_head" in self.body.shared else copies - 1)
         return found
 
     @property
