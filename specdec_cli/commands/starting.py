@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import typer
 
 import specdec_cli
+from specdec_cli.core.address_space import address_space
 from specdec_cli.errors import SetupError
 from specdec_cli.launch.spinning import choose_spins
 from specdec_cli.launch.world import Place, World, join
@@ -108,14 +109,11 @@ def check_room(package: str, mebibytes: int) -> None:
     Without enough memory, torch and numpy's OpenBLAS abort the process, and scipy's OpenBLAS, which
     transformers imports, retries the allocation forever.
     """
-    limit, statm = resource.getrlimit(resource.RLIMIT_AS)[0], Path("/proc/self/statm")
-    if limit == resource.RLIM_INFINITY or not statm.exists():
-        return
-    left = limit - int(statm.read_text().split()[0]) * resource.getpagesize()
-    if left < mebibytes << 20:
+    space = address_space()
+    if space is not None and space.left < mebibytes << 20:
         raise SetupError(
-            f"{package} needs {mebibytes} MiB of memory, but the limit of {limit >> 20} MiB leaves "
-            f"{max(0, left) >> 20}",
+            f"{package} needs {mebibytes} MiB of memory, but the limit of {space.limit >> 20} MiB "
+            f"leaves {space.left >> 20}",
             "raise the limit (ulimit -v)",
         )
 

@@ -20,6 +20,7 @@ from specdec_cli.engine.memory.budget import (
     mib,
     on_host,
     room_now,
+    ulimit_hint,
 )
 from specdec_cli.engine.memory.estimate import estimate_passes
 from specdec_cli.engine.memory.measured import (
@@ -285,7 +286,7 @@ def _check_host_room(plan: Plan, num_blocks: int) -> None:
                 f"out of memory: {num_blocks} blocks of the caches take {mib(found[0])} MiB, and "
                 f"{mib(found[1])} MiB are free",
                 "pass a smaller --num-blocks (cache.num_blocks), or leave it out to use all that "
-                "fit",
+                f"fit{ulimit_hint()}",
             )
 
 

@@ -1,5 +1,6 @@
 """Budgets, the split over ranks, and the memory of a host, against hand-computed numbers."""
 
+import resource
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,6 +131,23 @@ def test_the_limits_of_all_groups_above_a_process_count(
         (group / "memory.current").write_text(f"{used}\n")
         (group / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\n")
     assert (profile.total_memory(), profile.available_memory()) == (total, available)
+
+
+def test_a_limit_on_virtual_memory_bounds_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    least = replace(RANK, device="cpu", kv_budget_bytes=0)
+    for limit, is_told in ((held + 2**27, True), (2**60, False)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        with pytest.raises(NoRoomError) as refused:
+            Split((least,)).check(16)
+        assert ("ulimit -v" in (refused.value.hint or "")) == is_told
+        with pytest.raises(NoRoomError) as refused:
+            Split((least,), is_limit=True).check(16)
+        assert "ulimit -v" not in (refused.value.hint or "")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (held + 2**27, 2**60))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert profile.total_memory() == 2 * (held + 2**27)
+    assert 0 < profile.available_memory() <= 2**28
 
 
 def test_a_cpu_budget_is_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec_cli.core.address_space import address_space
 from specdec_cli.core.parallel import local_world_size
 from specdec_cli.errors import NoRoomError
 from specdec_cli.recipe import CacheSection
@@ -129,6 +130,10 @@ class Split:
             f"no room for a KV cache on {where}: {mib(least.kv_budget_bytes)} MiB are left, but "
             f"one block of {block_size} tokens takes {mib(least.block_bytes)} MiB"
         )
+        hint = (
+            "use smaller models or a smaller dtype, or raise cache.gpu_memory_utilization "
+            "(cache.cpu_bytes on CPU)"
+        )
         # A CPU's budget does not depend on other memory use, unless all of it has to fit.
         if self.is_limit or not least.device.startswith("cpu"):
             message += (
@@ -137,11 +142,9 @@ class Split:
                 f"(draft), activations {mib(least.activation_bytes)}, graphs "
                 f"{mib(least.graph_bytes)}, others {mib(least.other_bytes)}"
             )
-        raise NoRoomError(
-            message,
-            "use smaller models or a smaller dtype, or raise cache.gpu_memory_utilization "
-            "(cache.cpu_bytes on CPU)",
-        )
+        else:
+            hint += ulimit_hint()
+        raise NoRoomError(message, hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,17 +199,36 @@ def room_now(device: torch.device, cache: CacheSection) -> int:
 
 
 def total_memory() -> int:
-    """Return the host's memory in bytes, or the lowest limit of a control group of this process if
-    that is lower."""
+    """Return the host's memory in bytes, or the lowest limit of a control group of this process, or
+    what the limit on its virtual memory (ulimit -v) allows this host's ranks together, if that is
+    lower."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = (_group_number(group, "memory.max") for group in _groups())
+    limits = [_group_number(group, "memory.max") for group in _groups()]
+    if (space := address_space()) is not None:
+        limits.append(space.limit * local_world_size())
     return min([whole, *(limit for limit in limits if limit is not None)])
 
 
 def available_memory() -> int:
     """Return the available host memory in bytes. This is the estimate in /proc/meminfo, or half of
     the host's memory if /proc/meminfo has no estimate. If control groups of this process have
-    memory limits, the result is at most what each limit leaves."""
+    memory limits, or its virtual memory is limited (ulimit -v), the result is at most what each
+    limit leaves. Each of this host's ranks has its own limit on virtual memory."""
+    space = address_space()
+    found = _unlimited_memory()
+    return found if space is None else min(found, space.left * local_world_size())
+
+
+def ulimit_hint() -> str:
+    """Return the end of a hint if the limit on virtual memory leaves less than is available
+    otherwise; "" if it does not."""
+    space = address_space()
+    is_bound = space is not None and space.left * local_world_size() < _unlimited_memory()
+    return ", or raise the limit on memory (ulimit -v)" if is_bound else ""
+
+
+def _unlimited_memory() -> int:
+    """Return what `available_memory` does without a limit on virtual memory."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
