@@ -21,7 +21,7 @@ from specdec_cli.models.fused_layer import (
     has_experts,
     matrices,
 )
-from specdec_cli.models.held import StoredParameter
+from specdec_cli.models.held import StoredParameter, lendable
 from specdec_cli.models.rotary_tables import num_turns
 
 
@@ -161,7 +161,7 @@ def _mlp_numbers(model: PassShapes, tokens: int, streams: int, family: Family) -
 def _live_bytes(model: PassShapes, tokens: int) -> int:
     """Measure the peak memory of a pass through transformers' own layers, in bytes, by running it
     on the meta device. If an operator does not run there, return an estimate from the widest
-    weight."""
+    weight of the layers."""
     module: Any = model.module
     attach(module, Recorder())
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
@@ -170,8 +170,9 @@ def _live_bytes(model: PassShapes, tokens: int) -> int:
         with LiveBytes() as live:
             module(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=none)
     except (RuntimeError, TypeError):  # an operator that the meta device lacks
-        widest = max(int(weight.shape[-2]) for weight in module.parameters() if weight.dim() >= 2)
-        # Cap the width: the widest weight is often the output matrix, which this pass does not use.
-        narrow = min(widest, 16 * int(module.config.hidden_size))
-        return int(tokens * 8 * narrow * model.dtype.itemsize)
+        # The pass multiplies by neither the embedding nor the output matrix, which are the widest.
+        outer = {id(part.weight) for part in lendable(module).values() if part is not None}
+        inner = (weight for weight in module.parameters() if id(weight) not in outer)
+        widest = max(int(weight.shape[-2]) for weight in inner if weight.dim() >= 2)
+        return int(tokens * 8 * widest * model.dtype.itemsize)
     return int(live.peak)

@@ -324,10 +324,12 @@ def test_hidden_states_are_counted(family: str, tmp_path: Path) -> None:
     assert found.graphs - without.graphs == 2 * 2 * (planned.k + 1) * 3 * 64 * 2
 
 
+@pytest.mark.parametrize("vocab", [97, 4096])
 def test_an_operator_that_meta_lacks_stops_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vocab: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (planned,) = plan_all_ranks(pair(tmp_path, "olmo2", None), Permissions(), CUDA)
+    recipe = pair(tmp_path, "olmo2", None, vocab_size=vocab)
+    (planned,) = plan_all_ranks(recipe, Permissions(), CUDA)
     need = CacheNeed(1, 256, 0, 8)
     followed = estimate_passes(planned, need).activation
 
