@@ -30,7 +30,7 @@ _TEXT_ONLY = {"gemma3": "gemma3_text"}
 _OTHER_SCALE = {("gemma2", 46), ("gemma3", 62)}
 _PLAIN = {"F32": None, "F16": "float16", "BF16": "bfloat16"}
 _SIGMOID = 2  # value of `expert_gating_func` for sigmoid scores of experts
-_SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "padding")
+_SPECIAL = ("bos", "eos", "eot", "eom")
 _ROTARY_FACTORS = "rope_freqs.weight"
 
 
