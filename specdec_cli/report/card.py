@@ -43,7 +43,7 @@ def card(
     name = "Recommended" if best.verdict == "use" else "Fastest with proposals"
     if shown is not None:
         found.append((name, f"{setting_in_words(run, shown)}, {shown.level_in_words}"))
-        if gain := gain_in_words(shown):
+        if gain := gain_in_words(run, best, shown):
             how = "predicted to be " if shown.is_predicted else ""
             found.append(("Gain", f"{how}{gain}"))
         found += [("Memory", told) for told in _memory(run, shown)]

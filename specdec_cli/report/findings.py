@@ -183,11 +183,24 @@ def _gain(point: Point) -> float:
     return found or 0.0
 
 
-def _gain_interval(point: Point) -> Sequence[float] | None:
-    """Return the interval of the speed-up that `_gain` returns; None if there is none."""
+def _over_plain(
+    run: ReportedRun, best: Finding, point: Point
+) -> tuple[float, Sequence[float] | None]:
+    """Return a point's speed-up over plain decoding, with its interval; 0 and None if unknown.
+
+    In compare-tp this is over the fastest plain decoding of any target TP, as the run recorded it
+    for the best pair. The speed-up of a point is over its own target TP only.
+    """
+    pair = best.recorded
+    if isinstance(pair, BestPair) and pair.speedup_vs_plain is not None and _is_named(point, pair):
+        return pair.speedup_vs_plain, pair.speedup_vs_plain_ci
+    if run.is_comparison:
+        level = [p for p in run.points if p.level == point.level and p.is_baseline]
+        plain = max(map(_speed, level), default=0.0)
+        return _speed(point) / plain if plain else 0.0, None
     if not point.is_predicted:
-        return point.speedup_ci
-    return point.prediction.speedup_ci if point.prediction is not None else None
+        return _gain(point), point.speedup_ci
+    return _gain(point), point.prediction.speedup_ci if point.prediction is not None else None
 
 
 def _named(k: int, draft: str | None) -> str:
@@ -223,11 +236,15 @@ def interval_in_words(interval: Sequence[float] | None) -> str:
     return f" (95 % interval {interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
 
 
-def gain_in_words(point: Point) -> str:
-    """Describe the speed-up that was measured at a point, or predicted for it, with its interval;
-    "" if it is unknown."""
-    gain = _gain(point)
-    return f"{times(gain)}{interval_in_words(_gain_interval(point))}" if gain else ""
+def gain_in_words(run: ReportedRun, best: Finding, point: Point, unit: str = "") -> str:
+    """Describe the speed-up over plain decoding that was measured at a point, or predicted for it,
+    with its interval; "" if it is unknown. In compare-tp it is over the fastest plain decoding of
+    any target TP.
+
+    best: the finding at the point's batch size or rate. unit: words after the number.
+    """
+    gain, interval = _over_plain(run, best, point)
+    return f"{times(gain)}{unit}{interval_in_words(interval)}" if gain else ""
 
 
 def answer(run: ReportedRun, best: Finding) -> str:
@@ -238,7 +255,6 @@ def answer(run: ReportedRun, best: Finding) -> str:
         return f"Inconclusive {at}: {best.reason}."
     if point is None:
         return f"Nothing was measured {at}."
-    measured = point.speedup
     if point.is_baseline:
         which = f", on target TP {point.target_tp}" if run.is_comparison else ""
         why = f"plain decoding is fastest{which}"
@@ -250,18 +266,13 @@ def answer(run: ReportedRun, best: Finding) -> str:
         if (second := fastest_with_proposals(run, best)) is not None:
             how = "is predicted to be" if second.is_predicted else "is"
             what = setting_in_words(run, second)
-            told = f"The best with proposals, {what}, {how} {gain_in_words(second)}."
+            told = f"The best with proposals, {what}, {how} {gain_in_words(run, best, second)}."
         if best.recorded is None:
             return f"Fastest {at}: {setting_in_words(run, point)}. {told} {_UNTESTED}"
         return f"No speculation {at}: {why}. {told}"
     what = setting_in_words(run, point)
-    fast = ""
-    if point.is_predicted:
-        fast = f", predicted to be {times(_gain(point))} the speed of plain decoding"
-        fast += interval_in_words(_gain_interval(point))
-    if measured is not None:
-        fast = f", {times(measured)} the speed of plain decoding"
-        fast += interval_in_words(point.speedup_ci)
+    fast = gain_in_words(run, best, point, " the speed of plain decoding")
+    fast = fast and f", {'predicted to be ' if point.is_predicted else ''}{fast}"
     if best.recorded is None:
         return f"Fastest {at}: {what}{fast}. {_UNTESTED}"
     tied = _against_fastest(run, best)
@@ -282,7 +293,7 @@ def _against_fastest(run: ReportedRun, best: Finding) -> str:
         return also
     if leader is point:
         return f" It is the fastest.{also}"
-    gain = f"{'a predicted ' if leader.is_predicted else ''}{gain_in_words(leader)}"
+    gain = f"{'a predicted ' if leader.is_predicted else ''}{gain_in_words(run, best, leader)}"
     is_smaller = leader.draft == point.draft and point.k < leader.k
     why = "and it proposes less" if is_smaller else "which is not faster beyond chance"
     if leader.is_baseline:
@@ -305,9 +316,7 @@ def _is_within_chance(run: ReportedRun, best: Finding) -> bool:
     point, plain = fastest_with_proposals(run, best), best.point
     if point is None or plain is None or best.recorded is None:
         return False
-    if run.is_comparison:  # each target TP has its own baseline, so compare tokens/s
-        return _speed(point) > _speed(plain)
-    return _gain(point) > 1
+    return _over_plain(run, best, point)[0] > 1
 
 
 def headline(run: ReportedRun, bests: list[Finding]) -> str:
@@ -325,7 +334,8 @@ def headline(run: ReportedRun, bests: list[Finding]) -> str:
         return f"No speculation: plain decoding is fastest at every {_levels(found, bests)}."
     settings = {setting_in_words(run, b.point) for b in found if b.point is not None}
     if len(settings) == 1:
-        speeds = [s for b in found if b.point and (s := b.point.speedup) is not None]
+        measured = [(b, b.point) for b in found if b.point and not b.point.is_predicted]
+        speeds = [s for b, point in measured if (s := _over_plain(run, b, point)[0])]
         span = ""
         if len(speeds) == len(found):  # speed-ups are missing where plain decoding was overloaded
             span = f", {times(min(speeds))} to {times(max(speeds))} the speed of plain decoding"

@@ -274,9 +274,11 @@ def test_a_comparison_s_memory_is_that_of_its_pair(tmp_path: Path) -> None:
         assert told or "Memory" not in dict(Content(read_folder(folder)).card)
 
 
-def compared(folder: Path, verdict: str, gains: dict[tuple[int, int], float]) -> Content:
+def compared(
+    folder: Path, verdict: str, gains: dict[tuple[int, int], float], **extra: Any
+) -> Content:
     """A comparison that ended with this verdict. gains: the speed-up of each pair over k = 0 at its
-    own target TP; target TP 1 decodes fastest."""
+    own target TP; target TP 1 decodes fastest. extra: further fields of the best pair."""
     speeds = {1: 200.0, 2: 50.0}
     fastest = max(gains, key=lambda pair: gains[pair] * speeds[pair[0]])
     points = []
@@ -289,7 +291,7 @@ def compared(folder: Path, verdict: str, gains: dict[tuple[int, int], float]) ->
             points.append(found | {"speedup": gain})
     best = {
         "target_tp": fastest[0], "draft_tp": fastest[1], "k": 5, "tied": [], "reason": "its words",
-        "verdict": verdict, "significant": verdict == "use",
+        "verdict": verdict, "significant": verdict == "use", **extra,
     }  # fmt: skip
     file = write_folder(folder, points) / "summary.json"
     changed = {"best": best, "best_by_batch_size": {"1": best}}
@@ -319,6 +321,27 @@ def test_a_pair_that_gains_too_little_is_not_advised(tmp_path: Path) -> None:
         "The best with proposals, target TP 1 with draft TP 1, is 1.01×"
     )
     assert "speculative" not in dict(content.card)["vLLM"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        ({"speedup_vs_plain": 1.19, "speedup_vs_plain_ci": [1.1, 1.3]}, "1.19×{} (95 % interval"),
+        ({}, "1.20×{}"),  # an earlier version recorded no gain
+    ],
+)
+def test_the_gain_is_over_the_fastest_plain_decoding_of_any_target_tp(
+    extra: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    """Not over the slow plain decoding of the pair's own target TP."""
+    content = compared(tmp_path, "use", {(1, 1): 0.3, (2, 1): 4.8}, **extra)
+    assert dict(content.card)["Gain"].startswith(told.format(""))
+    words = told.format(" the speed of plain decoding")
+    start = "Best at batch size 1: target TP 2 with draft TP 1, "
+    assert content.headline.startswith(start + words)
+    (tmp_path / "summary.json").unlink()  # the comparison was interrupted
+    unfinished = Content(read_folder(tmp_path)).headline
+    assert "target TP 2 with draft TP 1, 1.20× the speed of plain decoding." in unfinished
 
 
 def test_plain_decoding_is_advised_at_its_degree(tmp_path: Path) -> None:

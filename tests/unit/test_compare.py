@@ -710,6 +710,16 @@ def test_what_is_faster_still_is_the_fastest_plain_decoding(tmp_path: Path) -> N
         assert f"slower than plain decoding at target TP {fastest} (99.9 tokens/s)" in found.reason
 
 
+def test_the_gain_of_the_best_is_over_the_fastest_plain_decoding(tmp_path: Path) -> None:
+    spent = {Pair(1, 1): 60.0, Pair(2, 1): 60.0, Pair(2, 2): 2.0}
+    found = verdict(two_targets(spent, {1: 10.0, 2: 20.0}), tmp_path)["best"]
+    assert (found.target_tp, found.draft_tp) == (2, 2)
+    assert found.speedup == pytest.approx(60 / 22, rel=0.01)
+    assert found.speedup_vs_plain == pytest.approx(30 / 22, rel=0.01)
+    low, high = found.speedup_vs_plain_ci
+    assert low <= found.speedup_vs_plain <= high < found.speedup
+
+
 def test_the_best_is_held_against_its_own_targets_other_degrees(tmp_path: Path) -> None:
     spent = {Pair(1, 1): 2.2, Pair(2, 1): 2.0, Pair(2, 2): 9.0}
     found = verdict(two_targets(spent, {1: 10.0, 2: 10.0}), tmp_path)["best"]

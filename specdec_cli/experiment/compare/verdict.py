@@ -92,6 +92,8 @@ def best_of(
             decode_tokens_per_second=None,
             speedup=None,
             speedup_vs_equal_tp=None,
+            speedup_vs_plain=None,
+            speedup_vs_plain_ci=None,
         )
     best = max(candidates, key=_speed_of)
     # Compare speeds only on prompts that ran in all pairs.
@@ -135,6 +137,8 @@ def best_of(
         decode_tokens_per_second=_speed_of(best),
         speedup=best.speedup,
         speedup_vs_equal_tp=best.speedup_vs_equal_tp,
+        speedup_vs_plain=None if gain is None else gain.value,
+        speedup_vs_plain_ci=ends,
     )
 
 

@@ -144,6 +144,8 @@ class BestPair(Record):
     significant, verdict, needed: as in `Best`, for the speed-up over the fastest plain decoding.
     decided_by: the stage that saves the most time over the next best draft TP; None if there is no
         such stage.
+    speedup: the speed over k = 0 in the pair's own ranks.
+    speedup_vs_plain: the speed over the fastest plain decoding of any target TP.
     """
 
     target_tp: Count | None
@@ -158,6 +160,8 @@ class BestPair(Record):
     decode_tokens_per_second: Figure = None
     speedup: Figure = None
     speedup_vs_equal_tp: Figure = None
+    speedup_vs_plain: Figure = None
+    speedup_vs_plain_ci: Interval = None
 
 
 class MemoryCost(Record):
