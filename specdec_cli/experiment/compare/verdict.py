@@ -129,7 +129,7 @@ def best_of(
         draft_tp=best.draft_tp,
         k=best.k,
         tied=[Degrees(target_tp=p.target_tp or 0, draft_tp=p.draft_tp) for p in tied],
-        reason=_reason(best, rival, plain, differing) + told,
+        reason=_reason(best, rival, plain, gain, differing) + told,
         significant=verdict == "use",
         verdict=verdict,
         needed=needed,
@@ -202,16 +202,18 @@ def _speed_of(point: Point) -> float:
 
 
 def _reason(
-    best: Point, rival: Point | None, plain: Point | None, differing: Mapping[str, float]
+    best: Point,
+    rival: Point | None,
+    plain: Point | None,
+    gain: SumRatio | None,
+    differing: Mapping[str, float],
 ) -> str:
-    gain = f", {best.speedup:.2f}x k = 0" if best.speedup is not None else ""
+    own = f", {best.speedup:.2f}x k = 0" if best.speedup is not None else ""
     what = "the fastest"
-    if plain is not None and _speed_of(plain) > _speed_of(best):
-        what += (
-            f" pair, and slower than plain decoding at target TP {plain.target_tp} "
-            f"({_speed_of(plain):.1f} tokens/s)"
-        )
-    said = f"{_name(best)} is {what}: {_speed_of(best):.1f} tokens/s{gain}"
+    if plain is not None and gain is not None and gain.value < 1:
+        slower = f"slower than plain decoding at target TP {plain.target_tp} ({gain.value:.2f}x)"
+        what += f" pair, and {slower}"
+    said = f"{_name(best)} is {what}: {_speed_of(best):.1f} tokens/s{own}"
     return said if rival is None else f"{said}; {_against(best, rival, differing)}"
 
 
