@@ -115,6 +115,13 @@ class RunError(SpecdecError):
     code = ExitCode.RUN_FAILED
 
 
+class NotFiniteError(RunError):
+    """The logits of a model are not finite. All ranks read the same decisions, so all of them raise
+    this."""
+
+    is_common = True
+
+
 def is_out_of_files(error: BaseException | None) -> bool:
     """Return True if a limit on open files caused an error, or one that was handled before it.
 

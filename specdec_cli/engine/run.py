@@ -9,7 +9,7 @@ from specdec_cli.core.types import Emission, Request, SamplingParams, Sequence
 from specdec_cli.engine.graphs import Outcome, Rounds
 from specdec_cli.engine.prefill import Prefill
 from specdec_cli.engine.scheduler import Scheduler
-from specdec_cli.errors import RunError
+from specdec_cli.errors import NotFiniteError
 from specdec_cli.lengths.base import LastRounds
 
 
@@ -176,11 +176,11 @@ class Run:
 
 
 def check_finite(counts: list[int]) -> None:
-    """Raise `RunError` if any value is negative. The device writes a negative value in place of a
-    token or a count if the logits are not finite: -1 for the target's logits, -2 for the
+    """Raise `NotFiniteError` if any value is negative. The device writes a negative value in place
+    of a token or a count if the logits are not finite: -1 for the target's logits, -2 for the
     draft's."""
     if (worst := min(counts, default=0)) < 0:
-        raise RunError(
+        raise NotFiniteError(
             f"the {'draft' if worst == -2 else 'target'} produced logits that are not finite "
             "(NaN or infinity)",
             "try another dtype (float32 or bfloat16), or check the checkpoint",

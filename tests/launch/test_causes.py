@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from specdec_cli import app
-from specdec_cli.errors import NoRoomError, SetupError
+from specdec_cli.engine.run import check_finite
+from specdec_cli.errors import NoRoomError, RunError, SetupError
 from specdec_cli.launch.agent import Exit
 from specdec_cli.launch.heartbeat import BUSY, OUTSIDE, PEERS, Beat, find_stuck
 from specdec_cli.launch.rank import Rank
@@ -128,7 +129,10 @@ def test_what_every_rank_finds_names_none_as_the_cause() -> None:
     """No rank is named for an error that all ranks raise, independent of which reports first."""
     told: list[Report] = []
     rank = SimpleNamespace(seat=SimpleNamespace(rank=1), end=told.append)
+    with pytest.raises(RunError) as caught:
+        check_finite([5, -2])
     for error, said in [
+        (caught.value, "the draft produced logits that are not finite (NaN or infinity)"),
         (NoRoomError("no room on rank 0"), "no room on rank 0"),
         (Unsupported("m", "3 ranks"), "model m is not supported: 3 ranks"),
         (SetupError("out of memory"), "rank 1: out of memory"),
