@@ -100,7 +100,8 @@ def compare_tp(
             document = plans.describe_plan(plan, warnings)
         elif output is not None:
             folder = settings_file.opened(
-                *(output, plan.settings, plan.recipe, where, partial(records.load, of=plan.to_run)),
+                *(output, plan.settings, plan.recipe, where),
+                partial(records.reopen, to_run=plan.to_run),
                 resume=resume,
                 notices=warnings,
                 own_prompts=plan.own_prompts,

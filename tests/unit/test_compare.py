@@ -1,6 +1,7 @@
 """Conclusions from the records of a comparison: points, the best pair, flips, tokens."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -655,6 +656,36 @@ def test_records_of_earlier_pairs_that_are_lost_end_the_run(
     if caught is not None:
         assert caught.value.code == 1
         assert caught.value.message.startswith(f"{tmp_path}/{lost} while the run wrote there")
+
+
+def test_pairs_at_which_no_prompt_fitted_are_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe("demo", {"run.device": "cpu", "run.repeats": 1}, {})
+    prompts = PromptSet([Prompt(i, "def f():") for i in range(2)])
+    plan = plan_comparison(recipe, prompts, ((2, 4), (1, 2)), (2, 1), None, Permissions())
+    records = ComparisonRecords(plan.settings, plan.skips)
+    error = {"error": "large", "finish_reason": "error", "token_ids": []}
+    nothing = {**error, "accepted_per_round": [], "proposed_per_round": []}
+    # One pair fitted no prompt, two fitted none at one batch size, and one fitted the first prompt.
+    lost = {(2, 2): (1, 2), (2, 1): (1,), (4, 2): (2,), (4, 1): ()}
+    folder = RunFolder(tmp_path)
+    for pair in plan.to_run:
+        for batch_size, k, index in itertools.product((1, 2), (0, plan.settings.k), (0, 1)):
+            own = changed(sample(pair, batch_size, k, index, verify=1.0), draft=plan.settings.draft)
+            fails = batch_size in lost[pair.target_tp, pair.draft_tp] or index == 1
+            folder.append("samples.jsonl", changed(own, **nothing) if fails else own)
+    begun = []
+
+    def ranks(program: Sequence[str], size: int, *, inputs: PairTask, **_: object) -> Report:
+        begun.append((inputs.pair, inputs.batch_sizes))
+        return Report(0, End.DONE, 0)
+
+    monkeypatch.setattr("specdec_cli.experiment.compare.parent.run_ranks", ranks)
+    watcher = SimpleNamespace(begin=lambda pair: None, failed=lambda *_: None)
+    assert records.reopen(folder, plan.to_run)
+    run_pairs(plan, records, folder, ["x.py"], watcher)
+    assert begun == [(Pair(2, 2), (2, 1)), (Pair(2, 1), (1,)), (Pair(4, 2), (2,))]
 
 
 def test_pairs_without_gpus_enough_are_skipped() -> None:

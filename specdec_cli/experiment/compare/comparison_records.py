@@ -111,13 +111,24 @@ class ComparisonRecords:
     failures: dict[tuple[Pair, int], Failure] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
 
-    def load(self, folder: RunFolder, of: Iterable[Pair] = ()) -> bool:
-        """Replace these records with those of a folder. Return whether any pair in `of` is not
-        fully measured."""
+    def load(self, folder: RunFolder) -> None:
+        """Replace these records with those of a folder."""
         self.kept = SweepRecords(folder)
         self.kept.load(folder.path, self.settings)
         self.points = list(self.kept.points.values())
-        return self.is_open(of)
+
+    def reopen(self, folder: RunFolder, to_run: Iterable[Pair]) -> bool:
+        """Load a folder to continue its run. Drop the samples of pairs in `to_run` at batch sizes
+        where no prompt could run, so that they run again. Return whether any pair in `to_run` is
+        not fully measured."""
+        self.load(folder)
+        samples = self.kept.samples
+        for pair, batch_size in product(to_run, self.settings.batch_sizes):
+            keys = self.settings.keys(pair, batch_size)
+            if not all(without_errors(samples.get(key, {})) for key in keys):
+                for key in keys:
+                    samples.pop(key, None)
+        return self.is_open(to_run)
 
     @property
     def counts(self) -> Counter[tuple[Pair, str]]:

@@ -38,8 +38,9 @@ def run_pairs(
     """
     records.kept.folder = folder
     records.update_points()
-    for pair in plan.to_run:
-        if not (sizes := records.open_sizes(pair)):
+    # Listed before any ranks start, since `_take_over` reads the samples again that were dropped.
+    for pair, sizes in [(pair, records.open_sizes(pair)) for pair in plan.to_run]:
+        if not sizes:
             continue
         watcher.begin(pair)
         run = plan.recipe.run
