@@ -702,8 +702,12 @@ def test_pairs_without_gpus_enough_are_skipped() -> None:
         skips_of(replace(SETTINGS, draft_tps=(1,)), job, num_gpus=1)
     with pytest.raises(SetupError, match="no pair can run here: needs 2 GPUs"):
         skips_of(replace(SETTINGS, target_tps=(2, 3), draft_tps=(1,)), job, num_gpus=1)
-    with pytest.raises(UsageError, match=r"no legal pair: .*3"):  # heads do not divide
+    with pytest.raises(UsageError, match=r"no legal pair: .*3") as unsplit:  # heads do not divide
         skips_of(replace(SETTINGS, target_tps=(3,), draft_tps=(1,)), job, num_gpus=None)
+    assert unsplit.value.hint == "try another --target-tp or --draft-tp"
+    with pytest.raises(UsageError, match="no legal pair: draft TP 4 does not") as indivisible:
+        skips_of(replace(SETTINGS, target_tps=(2,), draft_tps=(4,)), job, num_gpus=None)
+    assert (indivisible.value.hint or "").startswith("the draft's degree must divide")
 
 
 @pytest.mark.parametrize(

@@ -165,11 +165,13 @@ def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> di
             raise SetupError(f"no pair can run here: {lacking[0]}", "pass smaller --target-tp")
         legal = [skip.reason for skip in found.values() if not skip.expected]
         illegal = [skip.reason for skip in found.values() if skip.expected]
-        raise UsageError(
-            f"no legal pair: {(legal or illegal)[0]}",
+        hint = (
             "the draft's degree must divide the target's (--target-tp 4 --draft-tp 1,2,4), and "
-            "must equal it if the draft uses the target's lm_head",
+            "must equal it if the draft uses the target's lm_head"
         )
+        if legal:  # the degrees suit each other, but a model cannot be split so
+            hint = "try another --target-tp or --draft-tp"
+        raise UsageError(f"no legal pair: {(legal or illegal)[0]}", hint)
     return found
 
 
