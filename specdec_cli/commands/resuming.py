@@ -27,7 +27,8 @@ def resumed(
     folder's recipe is used. kind: the class of the command's settings.
 
     Raises `UsageError` for --resume without a folder. Also raises it for a new folder if no model
-    is named, because a mistyped path would otherwise start the demo.
+    is named, because a mistyped path would otherwise start the demo, and for a folder without its
+    recipe.yaml if no model is named either.
     """
     if asked.output is None:
         noun = kind.kind.partition(" ")[0]
@@ -42,6 +43,11 @@ def resumed(
     if kept and asked.recipe is None and recipe.is_file():
         asked = replace(asked, recipe=str(recipe))
     names_models = (asked.recipe, asked.given.get("target"), asked.sets) != (None, None, None)
+    if kept and not names_models:
+        raise UsageError(
+            f"--resume: {folder} has no recipe.yaml, so the run's models and settings are unknown",
+            "restore the file, or give the recipe and options with which the run began",
+        )
     if is_new and not names_models:
         raise UsageError(
             f"--resume: {folder} contains no {kind.kind}",

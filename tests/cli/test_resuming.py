@@ -1,6 +1,7 @@
 """The command that goes on with an interrupted run."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,17 @@ def test_a_folder_without_a_run_is_refused(
         assert told.startswith(f"error: --resume: {folder} contains no {noun}\n"), told
         assert "a new run needs a recipe" in told
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_without_its_recipe_is_named_as_the_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not the differences from the demo, which nobody typed."""
+    folder = tmp_path / "run"
+    shutil.copytree(Path(__file__).parents[1] / "runs" / "compare", folder)
+    (folder / "recipe.yaml").unlink(missing_ok=True)
+    assert main(["compare-tp", "--resume", "-o", str(folder), "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --resume: {folder} has no recipe.yaml")
 
 
 @pytest.mark.parametrize("words", [["demo"], ["--target", "demo:target", "--prompt", "x"]])
