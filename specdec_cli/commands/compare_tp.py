@@ -97,7 +97,11 @@ def compare_tp(
         warnings = plans.warnings_of(plan)
         records, where = ComparisonRecords(plan.settings, plan.skips), plan.where
         if dry_run:
-            document = plans.describe_plan(plan, warnings)
+            if kept and output is not None:
+                now = plan.settings.as_dict()
+                settings_file.check_same(output, "comparison", kept, now)
+                records.reopen(RunFolder(output), plan.to_run)
+            document = plans.describe_plan(plan, records, warnings)
         elif output is not None:
             folder = settings_file.opened(
                 *(output, plan.settings, plan.recipe, where),

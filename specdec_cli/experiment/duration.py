@@ -222,6 +222,8 @@ def total_seconds(
     has_curve: whether a time curve is measured too.
     most_warm_up: as for `point_seconds`.
     """
+    if not jobs:
+        return 0.0
     plans = [own_plan(job) for job in jobs.values()]
     speeds = speeds_of(plans[0].device, plans[0].target.dtype)
     # Starting the ranks takes a fixed time, plus the time to load each model once.

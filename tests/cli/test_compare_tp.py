@@ -247,6 +247,9 @@ def test_a_finished_comparison_starts_nothing_on_resume(
     assert document["environment"]["cpu_count"] == 99
     assert json.loads(summary.read_text()) == document
     summary.write_text(text)
+    planned = specdec(capsys, "compare-tp", "--resume", "-o", folder, "--dry-run", "--json")
+    assert planned.document["num_samples"] == planned.document["seconds"] == 0
+    assert "target TP 2, draft TP 1: measured\n" in planned.document["text"]
     other = specdec(capsys, *again, "-k", "2")
     assert other.code == 2 and "num_speculative_tokens is 4 there and 2 now" in other.err
     fewer = specdec(capsys, *again, "--target-tp", "1")

@@ -15,6 +15,7 @@ from specdec_cli.core.types import Permissions
 from specdec_cli.engine.plan import Plan, draft_at
 from specdec_cli.errors import Notice, SetupError, UsageError
 from specdec_cli.experiment.compare.comparison_records import (
+    ComparisonRecords,
     ComparisonSettings,
     Skip,
 )
@@ -218,26 +219,34 @@ def warnings_of(plan: ComparisonPlan) -> list[Notice]:
     return [*found, *plan.notices, *few_prompts(min(counts))]
 
 
-def describe_plan(plan: ComparisonPlan, warnings: Sequence[Notice]) -> dict[str, Any]:
-    """Build the document that `--dry-run` prints. Its `text` field is the human-readable form."""
+def describe_plan(
+    plan: ComparisonPlan, records: ComparisonRecords, warnings: Sequence[Notice]
+) -> dict[str, Any]:
+    """Build the document that `--dry-run` prints. Its `text` field is the human-readable form.
+
+    records: what is measured already.
+    """
     s, run = plan.settings, plan.recipe.run
     prompts = ", ".join(f"{s.num_prompts(b)} at batch size {b}" for b in s.batch_sizes)
+    left = {pair: sizes for pair in plan.to_run if (sizes := records.open_sizes(pair))}
+    num_samples = sum(2 * s.num_prompts(b) for sizes in left.values() for b in sizes)
     pairs, listed = [], []
     for pair in s.pairs:
         skip = plan.skips.get(pair)
         fate = {"status": "ok"} if skip is None else {"status": "skipped", "reason": skip.reason}
         pairs.append({"target_tp": pair.target_tp, "draft_tp": pair.draft_tp} | fate)
-        listed.append(f"{pair}: {'to be measured' if skip is None else skip.reason}")
+        told = "to be measured" if pair in left else "measured"
+        listed.append(f"{pair}: {told if skip is None else skip.reason}")
     text = [
         f"draft: {s.draft}, k = {s.k}",
         *listed,
         f"prompts: {prompts}; the longest has {plan.job.longest_prompt} tokens",
-        f"samples: {plan.num_samples}, k = 0 included, each measured {run.repeats} times",
+        f"samples: {num_samples}, k = 0 included, each measured {run.repeats} times",
     ]
     jobs = {
         key: plan.job.part(0, s.num_prompts(batch_size))
-        for pair in plan.to_run
-        for batch_size in s.batch_sizes
+        for pair, sizes in left.items()
+        for batch_size in sizes
         for key in s.keys(pair, batch_size)
     }
     line, seconds = estimated(jobs, most_warm_up=WARM_UP_TOKENS)
@@ -247,7 +256,7 @@ def describe_plan(plan: ComparisonPlan, warnings: Sequence[Notice]) -> dict[str,
         "recipe": plan.recipe.model_dump(mode="json"),
         "comparison": s.in_document(),
         "pairs": pairs,
-        "num_samples": plan.num_samples,
+        "num_samples": num_samples,
         **seconds,
         "warnings": list(warnings),
         "text": "\n".join(text),
