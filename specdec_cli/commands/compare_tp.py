@@ -126,6 +126,7 @@ def compare_tp(
     from specdec_cli.experiment.folders.records import Sample
     from specdec_cli.terminal.compare import print_results
     from specdec_cli.terminal.sweep import watcher
+    from specdec_cli.text import digest
 
     unseen = added_records(folder.path / "samples.jsonl", Sample)
     view = watcher(plan.num_samples, unseen, quiet=quiet)
@@ -143,6 +144,8 @@ def compare_tp(
             view.close()
             folder.close()
         document, code = conclusion(plan, records, [*warnings, *unsaid(LOGGED, warnings)], where)
+        if kept:  # the models may be the same ones under other names
+            document["comparison"] = kept | {"settings_hash": digest(kept)}
         if output is not None:
             folder.write("summary.json", to_json(document) + "\n")
             write_pictures(output)

@@ -19,6 +19,7 @@ import pytest
 from specdec_cli.commands.compare_tp import degrees_of
 from specdec_cli.demo import demo_path
 from specdec_cli.recipe import load_recipe
+from specdec_cli.text import digest
 from tests.cli.generate_helpers import Result, generate
 from tests.cli.sweep_helpers import gain, specdec
 from tests.launch.forks import over_forks
@@ -254,6 +255,22 @@ def test_a_finished_comparison_starts_nothing_on_resume(
     assert other.code == 2 and "num_speculative_tokens is 4 there and 2 now" in other.err
     fewer = specdec(capsys, *again, "--target-tp", "1")
     assert fewer.code == 2 and "target_tps is [1, 2] there and [1] now" in fewer.err
+
+
+def test_a_document_has_the_settings_of_its_folder(
+    whole: tuple[Path, Result], tmp_path: Path, capsys: Capture
+) -> None:
+    """The target had another name when the comparison began, such as a relative path."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole[0], folder)
+    found = json.loads((folder / "settings.json").read_text())
+    found["settings"]["recipe"]["target"]["model"] = "earlier-name"
+    found["hash"] = digest(found["settings"])
+    (folder / "settings.json").write_text(json.dumps(found))
+    result = specdec(capsys, "compare-tp", "--resume", "-o", folder, "--json")
+    assert result.code == 0, result.err
+    told = found["settings"] | {"settings_hash": found["hash"]}
+    assert result.document["comparison"] == told
 
 
 @pytest.mark.slow
