@@ -330,14 +330,13 @@ def test_an_operator_that_meta_lacks_stops_nothing(
 ) -> None:
     recipe = pair(tmp_path, "olmo2", None, vocab_size=vocab)
     (planned,) = plan_all_ranks(recipe, Permissions(), CUDA)
-    need = CacheNeed(1, 256, 0, 8)
-    followed = estimate_passes(planned, need).activation
+    followed = planned.target.pass_bytes(256, 1, gathers=False)
 
     def fail(*_: object, **__: object) -> None:
         raise NotImplementedError("no meta kernel")
 
     monkeypatch.setattr(planned.target.module, "forward", fail)
-    assert followed <= estimate_passes(planned, need).activation < 2 * followed
+    assert followed <= planned.target.pass_bytes(256, 1, gathers=False) < 2 * followed
 
 
 @pytest.mark.gpu
