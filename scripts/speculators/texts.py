@@ -263,8 +263,8 @@ def turns_of(line: Any) -> list[str]:
     found: list[str] = []
     for column in (None, *whole):
         read = prompt_of(line, column)
-        # ShareGPT's conversations are read up to a turn; in other forms no turn changes anything.
-        with contextlib.suppress(NoSuchTurn):
+        # ShareGPT's conversations are read up to a turn; other forms have no turns to choose.
+        with contextlib.suppress(NoSuchTurn, BadRow):
             for turn in itertools.count(2):
                 if (longer := prompt_of(line, column, turn)) == read:
                     break
