@@ -234,7 +234,9 @@ def saved(kind: str, folder: Path) -> Any:
 
 @pytest.mark.parametrize("kind", ["dspark", "peagle", "pard"])
 def test_ranks_share_a_drafter_of_another_kind(two: World, tmp_path: Path, kind: str) -> None:
-    checked(two, saved(kind, tmp_path), SAMPLED, draft_tp=2)
+    # Drafters are trained on greedy texts, so of hotter ones too little stands on some processors.
+    cool = SAMPLED | {"sampling.temperature": 0.1}
+    checked(two, saved(kind, tmp_path), cool, draft_tp=2)
 
 
 @pytest.mark.slow
