@@ -1,4 +1,4 @@
-"""Which sums over ranks split matmuls use, where ranks share memory."""
+"""The sums over ranks that split matmuls use if ranks share memory."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -48,7 +48,7 @@ def num_gather_flags(share: int) -> int:
 
 
 class Inbox(NamedTuple):
-    """Where a matmul kernel writes one rank's partial sums, for every rank to read.
+    """The words of all receive buffers to which a matmul kernel sends one rank's partial sums.
 
     pushed, pushes: as in `Peers`.
     first: the index of this rank's first word for the sum, in each rank's receive buffers.
@@ -60,10 +60,10 @@ class Inbox(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Where a kernel puts one rank's partial sum [T, N].
+    """The memory for one rank's partial sum [T, N].
 
     into: this rank's buffer.
-    inbox: where to send the partial sum instead, if the kernel can; None to store it.
+    inbox: the words to which the kernel sends the partial sum instead, if it can; None to store it.
     """
 
     into: Tensor
@@ -111,15 +111,15 @@ class Peers:
         return self.parts[place, :num_rows]
 
     def inbox(self, place: int, num_rows: int) -> Inbox | None:
-        """Return where matmul kernels write this rank's partial sums of `num_rows` rows, for
-        buffer `place`. Return None if ranks read each other's `parts` instead."""
+        """Return the words to which matmul kernels send this rank's partial sums of `num_rows`
+        rows, for buffer `place`. Return None if ranks read each other's `parts` instead."""
         if self.pushed is None or num_rows * self.parts.shape[2] > PUSHED_NUMBERS:
             return None
         first = (place * self.size + self.rank) * (PUSHED_NUMBERS // 2)
         return Inbox(self.pushed, self.pushes, first)
 
     def part(self, place: int, num_rows: int) -> Part:
-        """Return where a kernel puts this rank's partial sum of at most MAX_ROWS rows."""
+        """Return the memory for this rank's partial sum of `num_rows` rows, at most MAX_ROWS."""
         return Part(self.parts[place, :num_rows], self.inbox(place, num_rows))
 
 
@@ -142,7 +142,7 @@ def linear_reduce_add_norm(
     weight: [N, K], their columns.
     bias: [N], added to the sum; given on at most one rank.
     residual: [T, N] with T at most 256, rows contiguous, the same on all ranks.
-    norm_weight: [N].
+    norm_weight, eps: of the norm that follows the sum; norm_weight is [N].
     """
     from specdec_kernels.comm.split_sums_triton import linear_reduce_add_norm_triton
 

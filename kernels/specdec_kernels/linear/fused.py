@@ -35,7 +35,8 @@ class Fused(NamedTuple):
     into: Tensor | None = None
     """[T, N], contiguous, the output buffer; None to allocate one."""
     inbox: Inbox | None = None
-    """Where to send the result instead of storing it. The output buffer then stays unwritten."""
+    """The words to which the result is sent. The output buffer then stays unwritten. None to store
+    the result."""
 
 
 class Launch(NamedTuple):

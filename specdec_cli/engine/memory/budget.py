@@ -228,7 +228,7 @@ def ulimit_hint() -> str:
 
 
 def _unlimited_memory() -> int:
-    """Return what `available_memory` does without a limit on virtual memory."""
+    """Return what `available_memory` would return without a limit on virtual memory."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
