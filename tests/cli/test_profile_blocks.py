@@ -412,10 +412,19 @@ def test_the_memory_of_a_host_holds_all(capsys: pytest.CaptureFixture[str]) -> N
     assert re.search(told, small.err)
 
 
+def asked_with_24_mib_for_caches(capsys: pytest.CaptureFixture[str]) -> tuple[str, ...]:
+    """Weights take more bytes on processors for which they are packed, so memory is what models
+    take, and 24 MiB: enough for 7 sequences without a draft, and too little with it."""
+    asked = ("demo", "--estimate", "--device", "cpu", "--context", "400")
+    (rank,) = profile(capsys, *asked, "--memory", "300MiB", "--json").document["ranks"]
+    taken = rank["total_bytes"] - rank["kv_budget_bytes"]
+    return (*asked, "--memory", str(taken + 24 * 2**20))
+
+
 def test_a_target_alone_has_the_blocks_of_plain_decoding(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = ("demo", "--estimate", "--device", "cpu", "--memory", "100MiB", "--context", "400")
+    asked = asked_with_24_mib_for_caches(capsys)
     document = profile(capsys, *asked, "-k", "4,0", "--batch-size", "7", "--json").document
     with_draft, alone = (point["num_blocks"] for point in document["points"])
     (row,) = document["draft_cost"]["by_draft_tp"]
@@ -428,7 +437,7 @@ def test_a_target_alone_has_the_blocks_of_plain_decoding(
 def test_more_bytes_for_caches_are_advised_only_where_the_host_has_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = ("demo", "--estimate", "--device", "cpu", "--memory", "100MiB", "--context", "400")
+    asked = asked_with_24_mib_for_caches(capsys)
 
     def advice(*more: str) -> list[str]:
         return profile(capsys, *asked, *more, "--json").document["fit"]["advice"]

@@ -121,6 +121,16 @@ def rows_of(x: Normed) -> Tensor:
     return x.scaled.double() * torch.rsqrt(mean + x.eps)
 
 
+def assert_normed(x: Normed, weight: Tensor) -> None:
+    """Check the norm of `x.hidden`, which is finished in fp16 and unfinished otherwise."""
+    dtype = x.hidden.dtype
+    expected = rms_norm_reference(x.hidden.double(), weight.double(), EPS)
+    assert_close("norm", expected, rows_of(x), TOLERANCE[dtype])
+    assert (x.squares is None) == (dtype == torch.float16)
+    if x.squares is not None:
+        assert_close("squares", x.hidden.double().square().sum(1), x.squares.sum(1), 1e-5)
+
+
 def wide(experts: Experts) -> Experts:
     """The same in fp64, for a reference without rounding."""
     return experts._replace(
@@ -446,8 +456,7 @@ def test_products(size, what, tiles, dtype, device):
             part += exact.down_bias[expert] * plan.weights[slot][mine][:, None]
         hidden[mine] += part
     assert_close("hidden", hidden, out.hidden, TOLERANCE[dtype])
-    assert_close("scaled", out.hidden.double() * norm.double(), out.scaled, TOLERANCE[dtype])
-    assert_close("squares", out.hidden.double().square().sum(1), out.squares.sum(1), 1e-5)
+    assert_normed(out, norm)
     assert not counters(device).any()
 
 
@@ -512,12 +521,7 @@ def test_layer(rows, routing, dtype, device):
     expected = x.hidden.double() + mixed
     errors = (out.hidden.double() - expected).norm(dim=1) / expected.norm(dim=1)
     assert (errors <= TOLERANCE[dtype]).float().mean() >= (1 if dtype == torch.float32 else 0.8)
-    if dtype == torch.float16:  # its norm is finished
-        norm_of_sum = rms_norm_reference(out.hidden.double(), norm.double(), EPS)
-        assert out.squares is None
-        assert_close("scaled", norm_of_sum, out.scaled, TOLERANCE[dtype])
-    else:
-        assert_close("squares", out.hidden.double().square().sum(1), out.squares.sum(1), 1e-5)
+    assert_normed(out, norm)
 
 
 def sorted_way(x: Normed, experts: Experts, norm: Tensor, eps: float) -> Normed:
