@@ -8,6 +8,8 @@ choose nearly the same experts, as the proposals for one sequence do.
 
     python scripts/bench/experts.py --tokens 1,8,32
     python scripts/bench/experts.py --tokens 72,128,192 --alike 4
+    python scripts/bench/experts.py --weights mxfp4 --experts 32 --chosen 4 --width 2880 \\
+        --features 2880
 """
 
 import argparse
@@ -20,7 +22,7 @@ from specdec_kernels.experts.down_triton import down_add_norm_triton
 from specdec_kernels.experts.gate_up_triton import gate_up_triton
 from specdec_kernels.experts.group_triton import group_triton
 from specdec_kernels.experts.grouped_triton import grouped_mixture_add_norm, grouped_product
-from specdec_kernels.experts.plan import are_few
+from specdec_kernels.experts.mixture_triton import has_few_tokens, way_of
 from specdec_kernels.experts.reference import Experts, Routing
 from specdec_kernels.experts.route_triton import route_triton
 from specdec_kernels.experts.sorted_triton import sorted_mixture_add_norm
@@ -31,6 +33,7 @@ from specdec_kernels.experts.tiles import (
     choose_group_tiles,
 )
 from specdec_kernels.linear.reference import Normed
+from specdec_kernels.linear.stored import Storage
 from torch import Tensor
 
 CUDA = torch.device("cuda")
@@ -62,6 +65,16 @@ DOWN = {
         ExpertTiles(16, 32, 128, 1, 8, 2, 4, 5),
     ],
 }
+TERMS_GATE_UP = [
+    *(ExpertTiles(8, 32, 128, 2, 1, 0, 4, n) for n in (3, 4, 6)),
+    ExpertTiles(8, 32, 128, 1, 1, 0, 4, 6),
+    ExpertTiles(8, 64, 128, 2, 1, 0, 8, 4),
+]
+TERMS_DOWN = [
+    *(ExpertTiles(8, 64, 128, 2, n, 2, 4, 4) for n in (4, 8, 16, 32)),
+    ExpertTiles(8, 64, 128, 1, 16, 1, 4, 4),
+    ExpertTiles(8, 128, 128, 2, 16, 2, 8, 4),
+]
 GROUPED_GATE_UP = [
     *(GroupTiles(m, 64, 64, 4, 5) for m in (16, 32, 64)),
     *(GroupTiles(m, 64, 128, 4, n) for m, n in ((16, 3), (32, 4), (64, 4))),
@@ -74,6 +87,13 @@ GROUPED_DOWN = [
     *(GroupTiles(m, 128, 128, 4, 4) for m in (32, 64)),
     GroupTiles(16, 128, 128, 8, 3),
     GroupTiles(64, 128, 64, 4, 4),
+]
+
+
+TERMS_GROUPED = [  # tiles of down; those of gate and up have half as many features
+    *(GroupTiles(m, 64, 128, 4, 4, n) for m, n in ((8, 1), (8, 2), (16, 1), (16, 2), (32, 1))),
+    GroupTiles(8, 64, 128, 4, 6, 2),
+    GroupTiles(8, 128, 128, 8, 4, 2),
 ]
 
 
@@ -92,7 +112,11 @@ def make_layer(args: argparse.Namespace) -> Experts:
         normal(count, 2 * features, width),
         normal(count, width, features),
     )
-    return Experts(router, gate_up, down, Routing(args.chosen, renormalise=True))
+    experts = Experts(router, gate_up, down, Routing(args.chosen, renormalise=True))
+    if args.weights == "plain":
+        return experts
+    storage = Storage("mxfp4", (1, 32), scales=torch.uint8)
+    return experts._replace(gate_up=storage.quantised(gate_up), down=storage.quantised(down))
 
 
 def streams(rows: int, args: argparse.Namespace) -> list[Normed]:
@@ -103,7 +127,7 @@ def streams(rows: int, args: argparse.Namespace) -> list[Normed]:
         if args.alike > 1:
             hidden += 0.3 * torch.randn_like(hidden)
         hidden = hidden.to(torch.bfloat16)
-        squares = hidden.float().square().view(rows, 128, -1).sum(2)
+        squares = hidden.float().square().view(rows, 64, -1).sum(2)
         found.append(Normed(hidden, hidden, squares, 1e-6))
     return found
 
@@ -117,6 +141,7 @@ def main() -> None:
     parser.add_argument("--features", type=int, default=768)
     parser.add_argument("--chosen", type=int, default=8)
     parser.add_argument("--alike", type=int, default=1, help="tokens in a row that choose alike")
+    parser.add_argument("--weights", choices=["plain", "mxfp4"], default="plain")
     parser.add_argument("--compile", action="store_true", help="only fill the compiler's cache")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -130,14 +155,15 @@ def measure(rows: int, layers: list[Experts], norm: Tensor, args: argparse.Names
     """Print the times of `rows` tokens."""
     xs = streams(rows, args)
     normed = [Normed(x.hidden, x.hidden, None, 1e-6) for x in xs]
-    is_few = are_few(rows, args.chosen, args.experts)
+    is_few = has_few_tokens(xs[0], layers[0])
     if is_few:
         used = [int(route_triton(x, e).used) for x, e in zip(xs, layers, strict=False)]
     else:
         sizes = [group_triton(x, e).sizes for x, e in zip(normed, layers, strict=False)]
         used = [int(s.count_nonzero()) for s in sizes]
         print(f"at most {max(int(s.max()) for s in sizes)} pairs an expert")
-    bytes_read = 3 * args.width * args.features * 2 * sum(used) / len(used)
+    bytes_a_number = 2 if args.weights == "plain" else 0.5 + 1 / 32
+    bytes_read = 3 * args.width * args.features * bytes_a_number * sum(used) / len(used)
     print(f"{rows} tokens: {sum(used) / len(used):.1f} experts, {bytes_read / 1e6:.1f} MB")
 
     def timed(name: str, step: Callable[[int], object], share: float = 1.0) -> None:
@@ -154,7 +180,7 @@ def measure(rows: int, layers: list[Experts], norm: Tensor, args: argparse.Names
         print(f"  {us:7.2f} us {rate:5.2f} TB/s  {name}", flush=True)
 
     (measure_few if is_few else measure_groups)(xs, layers, norm, timed)
-    if rows > 8:
+    if rows > 8 and args.weights == "plain":
         timed(
             "sorted, by the library",
             lambda n: sorted_mixture_add_norm(normed[n], layers[n], normed[n].hidden, norm, 1e-6),
@@ -164,7 +190,9 @@ def measure(rows: int, layers: list[Experts], norm: Tensor, args: argparse.Names
 def measure_few(
     xs: list[Normed], layers: list[Experts], norm: Tensor, timed: Callable[..., None]
 ) -> None:
-    chosen = choose_expert_tiles(len(xs[0].hidden), 2)
+    way = way_of(layers[0], torch.bfloat16)
+    chosen = choose_expert_tiles(len(xs[0].hidden), 2, way)
+    of_terms = way == "terms"
 
     def run(n: int, gate_up: ExpertTiles, down: ExpertTiles | None) -> object:
         plan = route_triton(xs[n], layers[n])
@@ -177,9 +205,9 @@ def measure_few(
     timed("router", lambda n: route_triton(xs[n], layers[n]), 0)
     timed(f"gate_up {tuple(chosen[0])}", lambda n: run(n, chosen[0], None), 2 / 3)
     timed(f"all, down {tuple(chosen[1])}", lambda n: run(n, *chosen))
-    for tiles in GATE_UP[chosen[0].block_m]:
+    for tiles in TERMS_GATE_UP if of_terms else GATE_UP[chosen[0].block_m]:
         timed(f"gate_up {tuple(tiles)}", lambda n, t=tiles: run(n, t, None), 2 / 3)
-    for tiles in DOWN[chosen[0].block_m]:
+    for tiles in TERMS_DOWN if of_terms else DOWN[chosen[0].block_m]:
         timed(f"all, down {tuple(tiles)}", lambda n, t=tiles: run(n, chosen[0], t))
 
 
@@ -188,7 +216,8 @@ def measure_groups(
 ) -> None:
     first = layers[0]
     sizes = len(xs[0].hidden), first.routing.num_chosen, first.num_experts
-    chosen = choose_group_tiles(*sizes, 2)
+    way = way_of(first, torch.bfloat16)
+    chosen = choose_group_tiles(*sizes, 2, way=way)
     if chosen is None:
         return
 
@@ -202,9 +231,12 @@ def measure_groups(
     timed("router", lambda n: group_triton(xs[n], layers[n]), 0)
     timed(f"gate_up {tuple(chosen[0])}", lambda n: run(n, chosen[0], None), 2 / 3)
     timed(f"all, down {tuple(chosen[1])}", lambda n: run(n, *chosen))
-    for tiles in GROUPED_GATE_UP:
+    grouped = GROUPED_GATE_UP, GROUPED_DOWN
+    if way == "terms":
+        grouped = [t._replace(block_n=t.block_n // 2) for t in TERMS_GROUPED], TERMS_GROUPED
+    for tiles in grouped[0]:
         timed(f"gate_up {tuple(tiles)}", lambda n, t=tiles: run(n, t, None), 2 / 3)
-    for tiles in GROUPED_DOWN:
+    for tiles in grouped[1]:
         timed(f"all, down {tuple(tiles)}", lambda n, t=tiles: run(n, chosen[0], t))
 
 

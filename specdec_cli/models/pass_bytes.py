@@ -78,7 +78,7 @@ def _plain_numbers(model: PassShapes, tokens: int) -> int:
             found = max(found, *map(_stored_numbers, matrices(layer)))
         if has_experts(layer) and tokens > FEW_TOKENS:
             count, chosen, _ = ExpertSizes.of(layer, config, family)
-            if choose_group_tiles(tokens, chosen, count, 2, stored=True) is None:
+            if choose_group_tiles(tokens, chosen, count, 2, way="stored") is None:
                 found = max(found, _stored_numbers(layer.mlp.experts.parameters()))
     return found
 
@@ -142,8 +142,11 @@ def _mlp_numbers(model: PassShapes, tokens: int, streams: int, family: Family) -
         # operators, and each allocates its result. An fp32 value counts as two 16-bit values.
         steps = 10 if family.clamps_experts else 3
         sorted_rows = chosen * (hidden + steps * inner + hidden) + 4 * count
-        few_rows = min(count, chosen * tokens) * inner + 2 * PARTIAL_SUMS * hidden
-        grouped_rows = chosen * (inner + hidden) + 4 * count
+        # For quantised experts the gated product may be kept a second time, as fp8 terms.
+        is_stored = any(isinstance(p, StoredParameter) for p in layer.mlp.experts.parameters())
+        gated = 2 * inner if is_stored else inner
+        few_rows = min(count, chosen * tokens) * gated + 2 * PARTIAL_SUMS * hidden
+        grouped_rows = chosen * (gated + hidden) + 4 * count
         if are_few(tokens, chosen, count):
             rows = few_rows
         elif choose_group_tiles(tokens, chosen, count, 2) is not None:

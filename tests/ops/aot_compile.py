@@ -29,7 +29,7 @@ from specdec_kernels.attention.tiles import PagedTiles, choose_cut, paged_tiles
 from specdec_kernels.experts.down_triton import down_constants
 from specdec_kernels.experts.gate_up_triton import gate_up_constants
 from specdec_kernels.experts.grouped_triton import grouped_constants
-from specdec_kernels.experts.mixture_triton import fitted
+from specdec_kernels.experts.mixture_triton import readable, way_of
 from specdec_kernels.experts.reference import CLAMPED, Experts, Routing
 from specdec_kernels.experts.route_triton import router_constants
 from specdec_kernels.experts.tiles import choose_expert_tiles, choose_group_tiles
@@ -177,7 +177,7 @@ def stored(
     constants |= absent(*([] if tiles.splits > 1 else ["partial", "counters"]))
     types = SQUARES | stored_types(storage)
     if as_terms:
-        types |= {"x_ptr": "*fp8e4nv", "x_scales_ptr": "*fp32", "x_sums_ptr": "*fp32"}
+        types |= OF_TERMS | {"x_sums_ptr": "*fp32"}
     return constants, types
 
 
@@ -242,11 +242,12 @@ def mixture(
         held = [on_meta(storage, tuple(weight.shape)) for weight in (gate_up, down)]
         experts = experts._replace(gate_up=held[0], down=held[1])
     fields = absent("scales", "zeros") if storage is None else without_zeros(storage)
+    way = way_of(experts, dtype)
+    fields |= {} if way == "terms" else absent("x_scales")
     if "group" in name:
         return grouped(name, rows, experts, room) | fields
-    gate_tiles, down_tiles = choose_expert_tiles(rows, dtype.itemsize, storage is not None)
-    gate_tiles = fitted(experts.gate_up, gate_tiles, dtype)[1]
-    down_tiles = fitted(experts.down, down_tiles, dtype)[1]
+    tiles = choose_expert_tiles(rows, dtype.itemsize, way)
+    _, (gate_tiles, down_tiles) = readable(experts, tiles, dtype)
     if name == "route":
         found: dict[str, Any] = router_constants(128, experts, dtype.itemsize)
         found |= {"BLOCK_T": power_of_2_from(rows)}
@@ -267,21 +268,19 @@ def grouped(name: str, rows: int, experts: Experts, room: int) -> dict[str, Any]
         found = router_constants(0, experts, dtype.itemsize)
         return found | {"DEPENDENT": True} | absent("bias", "choice_bias", "squares", "factors")
     num_chosen = experts.routing.num_chosen
-    is_stored = not isinstance(experts.gate_up, torch.Tensor)
     sizes = rows, num_chosen, experts.num_experts
-    tiles = choose_group_tiles(*sizes, dtype.itemsize, room, is_stored)
+    tiles = choose_group_tiles(*sizes, dtype.itemsize, room, way_of(experts, dtype))
     assert tiles is not None
+    _, tiles = readable(experts, tiles, dtype)
     is_gate = name == "grouped_gate_up"
-    weight, chosen = (experts.gate_up, tiles[0]) if is_gate else (experts.down, tiles[1])
-    found = grouped_constants(
-        *(width if is_gate else experts.num_features, False, experts),
-        *(fitted(weight, chosen, dtype)[1], is_gate),
-    )
+    width = width if is_gate else experts.num_features
+    found = grouped_constants(width, False, experts, tiles[0 if is_gate else 1], is_gate)
     return (
         found | {"DEPENDENT": True} | absent("factors", *([] if experts.interleaved else ["bias"]))
     )
 
 
+OF_TERMS = {"x_ptr": "*fp8e4nv", "x_scales_ptr": "*fp32"}
 FP16 = torch.float16
 GPTQ = Storage("int4", (1, 128), scales=torch.bfloat16)
 AWQ = Storage("int4", (1, 32), True, torch.float16)
@@ -663,7 +662,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             f"{'grouped_linear' if 'group' in name else name}_kernel",
             "*bf16",
             mixture(name, rows, storage=storage, **sizes),
-            GROUPS | stored_types(storage),
+            GROUPS | stored_types(storage) | (OF_TERMS if storage == MX else {}),
         )
         for name, kind, rows, storage, sizes in (
             ("gate_up", "mxfp4", 2, MX, OSS_SIZES),

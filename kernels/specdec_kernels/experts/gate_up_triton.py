@@ -27,6 +27,7 @@ from specdec_kernels.linear.few_rows_triton import (
     whole_sums,
     zero_sums,
 )
+from specdec_kernels.linear.mx_sums_triton import CODE, for_weights, mx_sums, terms_of
 from specdec_kernels.linear.norm_triton import activate
 from specdec_kernels.linear.stored_groups_triton import (
     form_of,
@@ -36,6 +37,7 @@ from specdec_kernels.linear.stored_groups_triton import (
     rows_of,
 )
 from specdec_kernels.linear.stored_sums_triton import stored_sums
+from specdec_kernels.linear.terms_triton import TERMS, sum_of_terms
 
 CLAMPED_KIND = tl.constexpr(CLAMPED)
 
@@ -62,9 +64,42 @@ def gated(gate, up, slope, limit, ACTIVATION: tl.constexpr):
     return out
 
 
+@triton.jit
+def mx_gate_up(
+    x_rows,  # this and the next: those of `mx_sums`
+    x_live,
+    gate_up_ptr,  # [E, 2 F, bytes per row]
+    scales_ptr,  # [E, 2 F, FORM.groups]
+    expert,  # int64
+    num_features,  # F
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    TILES: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Multiply the terms of x by the mxfp4 rows of this program's features. Rows of gate and up
+    alternate in one tile. Return the sums of gate and those of up, each [M, N]."""
+    place = tl.arange(0, 2 * TILES.block_n)
+    feature = tl.program_id(0) * TILES.block_n + place // 2
+    inside = tl.minimum(feature, num_features - 1)
+    if INTERLEAVED:
+        weight_row = 2 * inside + place % 2
+    else:
+        weight_row = inside + place % 2 * num_features
+    weight_row = expert * 2 * num_features + weight_row
+    sums = mx_sums(
+        *(x_rows, x_live, gate_up_ptr + weight_row * (K // FORM.per_code)),
+        *(scales_ptr + weight_row * FORM.groups, feature < num_features),
+        *(K, FORM, TILES.slices, TILES.num_stages),
+    )
+    both = tl.trans(sum_of_terms(sums))
+    return tl.split(tl.reshape(both, [both.shape[0], TILES.block_n, 2]))
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def gate_up_kernel(
-    x_ptr,  # [T, K]
+    x_ptr,  # [T, K]; if x is split into fp8 terms, [T, TERMS, K]
+    x_scales_ptr,  # [T] fp32, scales of the terms; None if x is not split
     count_ptr,  # this and the next 4: fields of `ExpertPlan`; factors_ptr is used only if SCALED
     experts_ptr,
     chosen_ptr,
@@ -120,10 +155,20 @@ def gate_up_kernel(
         gate_bias = tl.load(bias_ptr + gate_row)
         up_bias = tl.load(bias_ptr + up_row)
 
-    x_ptr += row.to(tl.int64) * x_stride
-    sums = zero_sums(TILES.block_m, TILES.block_n, TILES.slices, SWAP)
-    sums_up = sums
-    if FORM is None:
+    if x_scales_ptr is not None:
+        x_scale = tl.load(x_scales_ptr + row, mask=row_live, other=0.0) / CODE
+        term = terms_of(TILES)
+        term_live = has_chosen(tl.load(chosen_ptr + slot), term // TERMS)
+        sums, sums_up = mx_gate_up(
+            *(x_ptr + term.to(tl.int64) * K, term_live, gate_up_ptr, scales_ptr, expert),
+            *(num_features, K, FORM, TILES, INTERLEAVED),
+        )
+        sums *= x_scale[:, None]
+        sums_up *= x_scale[:, None]
+    elif FORM is None:
+        sums = zero_sums(TILES.block_m, TILES.block_n, TILES.slices, SWAP)
+        sums_up = sums
+        x_ptr += row.to(tl.int64) * x_stride
         gate_ptr, up_ptr = gate_up_ptr + gate_at * K, gate_up_ptr + up_at * K
         inside = depth_of(0, TILES.block_k, TILES.slices)
         for start in range(0, K, TILES.block_k):
@@ -141,8 +186,11 @@ def gate_up_kernel(
         codes_up, scales_up, zeros_up = rows_of(gate_up_ptr, scales_ptr, zeros_ptr, up_at, K, FORM)
         gate_scale = row_scales(scales, column_live, FORM)
         up_scale = row_scales(scales_up, column_live, FORM)
+        sums = zero_sums(TILES.block_m, TILES.block_n, TILES.slices, SWAP)
+        sums_up = sums
         sums, sums_up = stored_sums(
-            *(x_ptr, row_live, codes, scales, zeros, codes_up, scales_up, zeros_up, column_live),
+            *(x_ptr + row.to(tl.int64) * x_stride, row_live),
+            *(codes, scales, zeros, codes_up, scales_up, zeros_up, column_live),
             *(0, K // FORM.per_code, sums, sums_up, K, FORM, TILES, True, 1),
         )
         sums, sums_up = whole_sums(sums, sums_up, TILES.slices, SWAP)
@@ -177,8 +225,9 @@ def gate_up_triton(x: Tensor, plan: ExpertPlan, experts: Experts, tiles: ExpertT
     assert experts.gate_up.shape == (experts.num_experts, 2 * num_features, width)
     held = operands_of(experts.gate_up)
     out = torch.empty((slots, num_rows, num_features), dtype=x.dtype, device=x.device)
+    x, x_scales = for_weights(x, experts.gate_up, experts.down)
     gate_up_kernel[(triton.cdiv(num_features, tiles.block_n), slots)](
-        *(x, *plan, *held, experts.gate_up_bias, out),
+        *(x, x_scales, *plan, *held, experts.gate_up_bias, out),
         *(num_rows, num_features, x.stride(0), float(experts.slope), float(experts.limit)),
         **gate_up_constants(width, plan.factors is not None, experts, tiles),
         **dependence(x),

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.experts.gate_up_triton import gated
+from specdec_kernels.experts.gate_up_triton import gated, mx_gate_up
 from specdec_kernels.experts.plan import PairGroups
 from specdec_kernels.experts.reference import Experts
 from specdec_kernels.experts.sorted_triton import combine_triton
@@ -31,6 +31,7 @@ from specdec_kernels.linear.few_rows_triton import (
     whole_sums,
     zero_sums,
 )
+from specdec_kernels.linear.mx_sums_triton import CODE, for_weights, mx_sums, terms_of
 from specdec_kernels.linear.reference import Normed
 from specdec_kernels.linear.stored_groups_triton import (
     form_of,
@@ -40,11 +41,13 @@ from specdec_kernels.linear.stored_groups_triton import (
     rows_of,
 )
 from specdec_kernels.linear.stored_sums_triton import stored_sums
+from specdec_kernels.linear.terms_triton import TERMS, sum_of_terms
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def grouped_linear_kernel(
-    x_ptr,  # [T * C / PAIRS, K]; row p // PAIRS is the input of pair p
+    x_ptr,  # [R, K], R = T * C / PAIRS; row p // PAIRS is the input of pair p. Or [R, TERMS, K]
+    x_scales_ptr,  # [R] fp32, scales of the fp8 terms; None if x is not split into them
     sizes_ptr,  # this and the next 2: fields of `PairGroups`; factors_ptr is used only if SCALED
     pairs_ptr,
     factors_ptr,
@@ -106,9 +109,31 @@ def grouped_linear_kernel(
         live = first + place < size
         x_row = tl.where(live, pair // PAIRS, 0)
         x_rows = x_ptr + x_row.to(tl.int64) * x_stride
-        sums = zero_sums(TILES.block_m, TILES.block_n, TILES.slices, True)
-        sums_up = sums
-        if FORM is None:
+        if x_scales_ptr is not None:
+            term = terms_of(TILES)
+            of_term = first + term // TERMS
+            term_live = of_term < size
+            term_row = tl.load(pairs_ptr + of_term, mask=term_live, other=0) // PAIRS
+            term_row = term_row.to(tl.int64) * TERMS + term % TERMS
+            term_rows = x_ptr + term_row * K
+            if GATED:
+                sums, sums_up = mx_gate_up(
+                    *(term_rows, term_live, weight_ptr, scales_ptr, expert.to(tl.int64)),
+                    *(num_features, K, FORM, TILES, INTERLEAVED),
+                )
+            else:
+                found = mx_sums(
+                    *(term_rows, term_live, codes, scales, column_live),
+                    *(K, FORM, TILES.slices, TILES.num_stages),
+                )
+                sums = tl.trans(sum_of_terms(found))
+                sums_up = sums
+            x_scale = tl.load(x_scales_ptr + x_row, mask=live, other=0.0)[:, None] / CODE
+            sums *= x_scale
+            sums_up *= x_scale
+        elif FORM is None:
+            sums = zero_sums(TILES.block_m, TILES.block_n, TILES.slices, True)
+            sums_up = sums
             inside = depth_of(0, TILES.block_k, TILES.slices)
             for start in range(0, K, TILES.block_k):
                 k = start + inside
@@ -121,11 +146,14 @@ def grouped_linear_kernel(
                     up = load_weight(tile_at(up_rows, k, TILES.slices), mask, EVEN)
                     sums_up = add_product(x, up, sums_up, TILES.slices, True)
         else:
+            sums = zero_sums(TILES.block_m, TILES.block_n, TILES.slices, True)
+            sums_up = sums
             sums, sums_up = stored_sums(
                 *(x_rows, live, codes, scales, zeros, codes_up, scales_up, zeros_up, column_live),
                 *(0, K // FORM.per_code, sums, sums_up, K, FORM, TILES, GATED, 1),
             )
-        sums, sums_up = whole_sums(sums, sums_up, TILES.slices, True)
+        if x_scales_ptr is None:
+            sums, sums_up = whole_sums(sums, sums_up, TILES.slices, True)
         if FORM is not None:
             sums = row_scaled(sums, row_scale, FORM, x_ptr.dtype.element_ty)
             sums_up = row_scaled(sums_up, row_scale_up, FORM, x_ptr.dtype.element_ty)
@@ -169,8 +197,9 @@ def grouped_product(
     assert weight.shape == (experts.num_experts, num_features * (1 + is_gate), width)
     assert x.stride(1) == 1
     out = torch.empty((num_rows * num_chosen, num_features), dtype=x.dtype, device=x.device)
+    x, x_scales = for_weights(x, experts.gate_up, experts.down)
     grouped_linear_kernel[(triton.cdiv(num_features, tiles.block_n), experts.num_experts)](
-        *(x, groups.sizes, groups.pairs, groups.factors, *operands_of(weight), bias, out),
+        *(x, x_scales, groups.sizes, groups.pairs, groups.factors, *operands_of(weight), bias, out),
         *(num_rows, num_features, x.stride(0), float(experts.slope), float(experts.limit)),
         **grouped_constants(width, groups.factors is not None, experts, tiles, is_gate),
         **dependence(x),

@@ -15,7 +15,7 @@ from specdec_kernels.experts.down_triton import down_add_norm_triton, launch_dow
 from specdec_kernels.experts.gate_up_triton import gate_up_triton
 from specdec_kernels.experts.group_triton import group_triton
 from specdec_kernels.experts.grouped_triton import grouped_mixture_add_norm
-from specdec_kernels.experts.plan import FEW_TOKENS, ExpertPlan, are_few
+from specdec_kernels.experts.plan import ExpertPlan, are_few
 from specdec_kernels.experts.reference import Experts
 from specdec_kernels.experts.route_triton import route_triton
 from specdec_kernels.experts.sorted_triton import sorted_mixture_add_norm
@@ -24,8 +24,10 @@ from specdec_kernels.experts.tiles import (
     GroupTiles,
     choose_expert_tiles,
     choose_group_tiles,
+    most_tokens,
 )
 from specdec_kernels.gpu import gpu_of
+from specdec_kernels.linear.mx_sums_triton import are_read_by_terms
 from specdec_kernels.linear.plain_triton import plain_triton
 from specdec_kernels.linear.reference import Normed
 from specdec_kernels.linear.stored import BLOCK, Stored
@@ -57,16 +59,18 @@ def mixture_to_peers(
 
 def has_few_tokens(x: Normed, experts: Experts) -> bool:
     """Return whether the kernels for a few tokens compute the mixture of x."""
-    sizes = len(x.hidden), experts.routing.num_chosen, experts.num_experts
-    is_stored = isinstance(experts.gate_up, Stored)
-    return are_few(*sizes) or (is_stored and 0 < len(x.hidden) <= FEW_TOKENS)
+    num_rows = len(x.hidden)
+    way = way_of(experts, x.hidden.dtype)
+    if way == "plain":
+        return are_few(num_rows, experts.routing.num_chosen, experts.num_experts)
+    return 0 < num_rows <= most_tokens(way)
 
 
 def of_few_tokens(x: Normed, experts: Experts) -> tuple[Tensor, ExpertPlan, Experts, ExpertTiles]:
     """Route a few tokens and compute the first matmuls of their experts. Return the arguments of
     `down_add_norm_triton` up to the tiles."""
-    dtype, is_stored = x.hidden.dtype, isinstance(experts.gate_up, Stored)
-    tiles = choose_expert_tiles(len(x.hidden), dtype.itemsize, is_stored)
+    dtype = x.hidden.dtype
+    tiles = choose_expert_tiles(len(x.hidden), dtype.itemsize, way_of(experts, dtype))
     experts, (first, second) = readable(experts, tiles, dtype)
     plan = route_triton(x, experts)
     return gate_up_triton(x.scaled, plan, experts, first), plan, experts, second
@@ -82,11 +86,11 @@ def of_many_tokens(
 ) -> Normed:
     """Add the mixture of many tokens to `residual`. The last four arguments are those of
     `combine_triton`."""
-    dtype, is_stored = x.hidden.dtype, isinstance(experts.gate_up, Stored)
+    dtype = x.hidden.dtype
     sizes = len(x.hidden), experts.routing.num_chosen, experts.num_experts
     end = residual, norm_weight, eps, into
     room = gpu_of(x.hidden.device).shared_memory
-    grouped = choose_group_tiles(*sizes, dtype.itemsize, room, is_stored)
+    grouped = choose_group_tiles(*sizes, dtype.itemsize, room, way_of(experts, dtype))
     if grouped is None:
         gate_up, down = (plain_triton(w, dtype) for w in (experts.gate_up, experts.down))
         experts = experts._replace(gate_up=gate_up, down=down)
@@ -98,11 +102,20 @@ def of_many_tokens(
     return grouped_mixture_add_norm(x, groups, experts, grouped, *end)
 
 
+def way_of(experts: Experts, dtype: torch.dtype) -> str:
+    """Return how kernels read both weights of the experts, by the names of `tiles.EXPERTS`."""
+    if isinstance(experts.gate_up, Tensor):
+        return "plain"
+    return "terms" if are_read_by_terms(dtype, experts.gate_up, experts.down) else "stored"
+
+
 def readable(
     experts: Experts, tiles: tuple[AnyTiles, AnyTiles], dtype: torch.dtype
 ) -> tuple[Experts, tuple[AnyTiles, AnyTiles]]:
     """Apply `fitted` to both weights of the experts. Return the experts with weights that the
     kernels can read, and the tiles for gate and up, and for down."""
+    if way_of(experts, dtype) == "terms":
+        return experts, tiles
     gate_up, first = fitted(experts.gate_up, tiles[0], dtype)
     down, second = fitted(experts.down, tiles[1], dtype)
     return experts._replace(gate_up=gate_up, down=down), (first, second)

@@ -42,26 +42,39 @@ STORED = (
     Case((ExpertTiles(8, 16, 256, 4, 1, 0, 4, 4), ExpertTiles(8, 16, 256, 4, 8, 2, 4, 4)), (8,)),
     Case((ExpertTiles(16, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(16, 16, 256, 4, 8, 2, 4, 4)), (16,)),
 )
-PARTIAL_SUMS = max(down.splits for (_, down), *_ in H200)
+# `TERMS` has the cases for weights that `mx_sums` multiplies, measured on gpt-oss's experts of
+# 2880 x 2880 and 2880 x 1440. A tile has 64 rows of the weight, which are 32 features of gate and
+# up, or 64 of down. `slices` is the number of groups that a matmul multiplies at once.
+TERMS = (
+    Case((ExpertTiles(8, 32, 128, 2, 1, 0, 4, 4), ExpertTiles(8, 64, 128, 2, 4, 2, 4, 4)), (2,)),
+    Case((ExpertTiles(8, 32, 128, 2, 1, 0, 4, 4), ExpertTiles(8, 64, 128, 2, 16, 2, 4, 4)), (8,)),
+)
+EXPERTS = {"plain": H200, "stored": STORED, "terms": TERMS}
+PARTIAL_SUMS = max(down.splits for cases in EXPERTS.values() for (_, down), *_ in cases)
 
 
 def choose_expert_tiles(
-    num_rows: int, itemsize: int, stored: bool = False
+    num_rows: int, itemsize: int, way: str = "plain"
 ) -> tuple[ExpertTiles, ExpertTiles]:
     """Return the tiles for the gate and up projections, and those for the down projection, for
     T = `num_rows` tokens.
 
     itemsize: bytes per value of the activations.
-    stored: whether the weights are quantised. `mixture_triton.fitted` then aligns the tiles with
-        their quantisation groups.
+    way: how the weights are read, a name in `EXPERTS`. "stored" is for quantised weights, whose
+        groups `mixture_triton.fitted` aligns the tiles with; "terms" for those of `mx_sums`.
     """
-    found = first_fit(STORED if stored else H200, (num_rows,))
+    found = first_fit(EXPERTS[way], (num_rows,))
     assert found is not None
     gate_up, down = found
     if itemsize > 2:
         gate_up = gate_up._replace(block_k=gate_up.block_k // 2)
         down = down._replace(block_k=down.block_k // 2)
     return gate_up, down
+
+
+def most_tokens(way: str) -> int:
+    """Return for how many tokens there are `ExpertTiles`."""
+    return int(EXPERTS[way][-1].most[0])
 
 
 class RouterTiles(NamedTuple):
@@ -106,6 +119,14 @@ STORED_GROUPS = (
     Case((GroupTiles(16, 32, 256, 4, 3, 4), GroupTiles(16, 32, 256, 4, 3, 4)), (6,)),
     Case((GroupTiles(32, 16, 256, 4, 3, 4), GroupTiles(32, 16, 256, 4, 3, 4)), (24,)),
 )
+# Blocks of 8 pairs were the fastest for averages of 1 and 4 pairs. Blocks of 16 were measured for 4
+# pairs, and blocks of 32 for 8 and 16.
+TERMS_GROUPS = (
+    Case((GroupTiles(8, 32, 128, 4, 4, 2), GroupTiles(8, 64, 128, 4, 4, 2)), (5,)),
+    Case((GroupTiles(16, 32, 128, 4, 4, 1), GroupTiles(16, 64, 128, 4, 4, 1)), (10,)),
+    Case((GroupTiles(32, 32, 128, 4, 4, 1), GroupTiles(32, 64, 128, 4, 4, 1)), (24,)),
+)
+GROUPS = {"plain": H200_GROUPS, "stored": STORED_GROUPS, "terms": TERMS_GROUPS}
 
 
 def choose_group_tiles(
@@ -114,17 +135,17 @@ def choose_group_tiles(
     num_experts: int,
     itemsize: int,
     room: int = SHARED_MEMORY,
-    stored: bool = False,
+    way: str = "plain",
 ) -> tuple[GroupTiles, GroupTiles] | None:
     """Return the tiles for the gate and up projections, and those for the down projection, for
     T = `num_rows` tokens. Return None if `sorted_triton` is faster.
 
     itemsize: bytes per value of the activations.
     room: bytes of shared memory that a program can use.
-    stored: whether the weights are quantised.
+    way: how the weights are read, a name in `GROUPS`.
     """
     pairs = num_rows * num_chosen / num_experts
-    found = first_fit(STORED_GROUPS if stored else H200_GROUPS, (pairs,))
+    found = first_fit(GROUPS[way], (pairs,))
     if found is None or not 0 < num_rows <= MANY_TOKENS:
         return None
     return _fitted(found[0], 2, itemsize, room), _fitted(found[1], 1, itemsize, room)

@@ -32,6 +32,7 @@ from specdec_kernels.experts.route_triton import route_triton
 from specdec_kernels.experts.sorted_triton import combine_triton, sorted_mixture_add_norm
 from specdec_kernels.experts.tiles import MANY_TOKENS, ExpertTiles, GroupTiles
 from specdec_kernels.launch_triton import counters
+from specdec_kernels.linear.mx_sums_triton import are_read_by_terms
 from specdec_kernels.linear.reference import Normed, rms_norm_reference
 from specdec_kernels.linear.stored import Storage
 from specdec_kernels.linear.tiles import FEW_ROWS
@@ -506,6 +507,142 @@ def test_grouped_products(size, what, tiles, dtype, device):
         assert_close("inner", expected, inner[pair], TOLERANCE[dtype])
         expected = F.linear(inner[pair].double(), exact.down[expert], down_bias)
         assert_close("parts", expected, parts[pair], TOLERANCE[dtype])
+
+
+MXFP4 = Storage("mxfp4", (1, 32), scales=torch.uint8)
+BF16 = torch.bfloat16
+# T, E, K, F: rows that end in a whole block of 128 columns, and in blocks of 32 and of 64.
+MX_SHAPES = [(1, 9, 128, 160), (7, 5, 320, 32), (16, 6, 288, 192)]
+MX_WAYS = [(8, 2), (16, 1), (32, 1)]  # rows in a tile, and groups in a matmul
+# The terms of x are exact, so only fp8 matmuls of 32 products and the last rounding differ. The
+# interpreter cuts bits off where a GPU rounds.
+MX_TOLERANCE = 4e-3 if torch.cuda.is_available() else 8e-3
+
+
+def mx_experts(
+    what: str, num_experts: int, width: int, features: int, device: torch.device
+) -> tuple[Experts, Experts]:
+    """Experts of one of `KINDS` in mxfp4, and the same numbers in fp64. Expert 1, which nobody
+    chooses, has infinite scales. Scales differ by a factor of 2^14 in all."""
+    kind = {"dtype": BF16, "device": device}
+    biases = what in ("clamped", "gelu_tanh")
+    experts = make_experts(num_experts, width, features, kind, biases=biases, **KINDS[what])
+    gate_up, down = (MXFP4.quantised(w.float()) for w in (experts.gate_up, experts.down))
+    for weight in (gate_up, down):
+        weight.scales.add_(
+            torch.arange(weight.scales.numel(), device=device)
+            .view_as(weight.scales)
+            .remainder(5)
+            .to(torch.uint8)
+            - 2
+        )
+    exact = wide(experts)._replace(
+        gate_up=gate_up.plain(torch.float64), down=down.plain(torch.float64)
+    )
+    for weight in (gate_up, down):
+        weight.scales[1] = 255
+    return experts._replace(gate_up=gate_up, down=down), exact
+
+
+def mx_tiles(way: tuple[int, int]) -> tuple[ExpertTiles, ExpertTiles]:
+    """Tiles of gate and up and of down that multiply so many groups at once."""
+    rows, at_once = way
+    return (
+        ExpertTiles(rows, 32, 128, at_once, 1, 0, 4, 3),
+        ExpertTiles(rows, 64, 128, at_once, 2, 1, 4, 3),
+    )
+
+
+@pytest.mark.parametrize("size, what, way", some(MX_SHAPES, KINDS, MX_WAYS[:2], every=3))
+def test_products_of_mxfp4(size, what, way, device):
+    """The kernels of few tokens, and rows of x that no expert reads are NaN."""
+    rows, num_experts, width, features = size
+    rows = min(rows, way[0])
+    experts, exact = mx_experts(what, num_experts, width, features, device)
+    routes = some_routes(rows, num_experts, 3)
+    x = make_stream(rows, width, {"dtype": BF16, "device": device}, parts=3 * (rows % 2))
+    factors = None
+    if x.squares is not None:
+        factors = torch.rsqrt(x.squares.sum(1) / width + EPS)
+    plan = plan_of(routes, num_experts, factors, device)
+    first, second = mx_tiles(way)
+    inner = gate_up_triton(x.scaled, plan, experts, first)
+    norm = 1 + normal(width, kind={"dtype": BF16, "device": device}, scale=0.3)
+    out = down_add_norm_triton(inner, plan, experts, second, x.hidden, norm, EPS)
+    hidden = x.hidden.double()
+    for slot, expert in enumerate(plan.experts[: int(plan.used)].tolist()):
+        mine = (routes.experts == expert).any(1).to(device)
+        bias = None if exact.gate_up_bias is None else exact.gate_up_bias[expert]
+        whole = activated(F.linear(rows_of(x)[mine], exact.gate_up[expert], bias), exact)
+        weights = plan.weights[slot][mine][:, None]
+        assert_close("inner", whole * weights, inner[slot][mine], MX_TOLERANCE)
+        part = F.linear(inner[slot][mine].double(), exact.down[expert])
+        if exact.down_bias is not None:
+            part += exact.down_bias[expert] * weights
+        hidden[mine] += part
+    assert_close("hidden", hidden, out.hidden, MX_TOLERANCE)
+    assert_normed(out, norm)
+    assert not counters(device).any()
+
+
+@pytest.mark.parametrize("size, what, way", some(MX_SHAPES, KINDS, MX_WAYS, every=3))
+def test_grouped_products_of_mxfp4(size, what, way, device):
+    """All tokens choose one expert, in several blocks."""
+    _, num_experts, width, features = size
+    rows = 19
+    experts, exact = mx_experts(what, num_experts, width, features, device)
+    routes = ascending(some_routes(rows, num_experts, 3))
+    x = make_stream(rows, width, {"dtype": BF16, "device": device})
+    factors = torch.rsqrt(x.squares.sum(1) / width + EPS)
+    groups = groups_of(routes, num_experts, None)
+    groups = PairGroups(*(t.to(device) for t in groups[:3]), factors)
+    first, second = (GroupTiles(way[0], features, 128, 4, 3, way[1]) for features in (32, 64))
+    inner = grouped_product(x.scaled, groups, experts, first, is_gate=True)
+    parts = grouped_product(inner, groups, experts, second, is_gate=False)
+    for pair, expert in enumerate(routes.experts.flatten().tolist()):
+        bias, down_bias = (
+            None if b is None else b[expert] for b in (exact.gate_up_bias, exact.down_bias)
+        )
+        row = rows_of(x)[pair // 3]
+        expected = activated(F.linear(row, exact.gate_up[expert], bias), exact)
+        assert_close("inner", expected, inner[pair], MX_TOLERANCE)
+        expected = F.linear(inner[pair].double(), exact.down[expert], down_bias)
+        assert_close("parts", expected, parts[pair], MX_TOLERANCE)
+
+
+def test_rows_of_mxfp4_that_no_term_can_hold(device):
+    """An infinity makes its own token's results NaN, and a last block of 96 columns has groups that
+    begin inside a tile."""
+    experts, _ = mx_experts("silu", 5, 128, 64, device)
+    routes = some_routes(2, 5, 2)
+    x = make_stream(2, 128, {"dtype": BF16, "device": device}, parts=0)
+    x.scaled[1, 3] = float("inf")
+    plan = plan_of(routes, 5, None, device)
+    inner = gate_up_triton(x.scaled, plan, experts, mx_tiles((8, 2))[0])
+    slot = plan.experts.tolist().index(2)
+    assert inner[slot][0].isfinite().all() and inner[slot][1].isnan().all()
+    weights = {n: MXFP4.quantised(torch.ones(2, n)) for n in (32, 64, 96, 128, 160, 224, 1440, 720)}
+    read = {width for width, weight in weights.items() if are_read_by_terms(BF16, weight)}
+    assert weights.keys() - read == {96, 224, 720}
+    assert not are_read_by_terms(BF16, weights[128], weights[96])
+    assert not are_read_by_terms(torch.float16, weights[128])
+
+
+@pytest.mark.parametrize(("rows", "features"), [(3, 64), (3, 96), (12, 64), (12, 96)])
+def test_layer_of_mxfp4(rows, features, device):
+    """Few tokens and groups. If down's rows have 96 columns, neither weight is read by terms."""
+    experts, exact = mx_experts("clamped", 9, 128, features, device)
+    for weight in (experts.gate_up, experts.down):
+        weight.scales[1] = 118
+    plain = {name: getattr(experts, name).plain(torch.float64) for name in ("gate_up", "down")}
+    exact = exact._replace(**plain)
+    x = make_stream(rows, 128, {"dtype": BF16, "device": device})
+    norm = torch.ones(128, dtype=BF16, device=device)
+    out = mixture_add_norm_triton(x, experts, norm, EPS)
+    logits = F.linear(rows_of(x), exact.router, exact.router_bias)
+    expected = x.hidden.double() + mixture_reference(rows_of(x), routes_of(logits, QWEN), exact)
+    errors = (out.hidden.double() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert (errors <= 0.02).float().mean() >= 0.8
 
 
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
