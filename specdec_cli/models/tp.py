@@ -33,6 +33,8 @@ _MARKS = {"local_params"}
 _KEYS_AND_VALUES = {"k_proj", "v_proj"}
 # The bias of the experts' outputs must be added only once, so only one rank adds it.
 _ADDED_ONCE = "down_proj_bias"
+_GROUP = 32  # columns that share a scale in mxfp4
+_UNIT = 64  # features of an expert; kernels read parts of so many of its columns
 _SINKS = ".sinks"  # attention sinks: one number per head
 _NORMS_OF_HEADS = (".q_norm.weight", ".k_norm.weight")  # cohere's: one row per head
 # Latent attention is split by whole heads. The projections to latent vectors, which all heads
@@ -188,7 +190,7 @@ def parts_of_experts(experts: Any, parallel: TensorParallel, name: str) -> dict[
     width = int(experts.down_proj.shape[read])
     if width % parallel.size:
         raise Indivisible(name, f"{width} features inside an expert", parallel.size)
-    start, stop = parallel.share(width)
+    start, stop = _share_of_expert(width, parallel)
 
     def of_both(tensor: Any, dim: int) -> Part:
         """Return this rank's part of a tensor that combines gate and up projections along `dim`:
@@ -205,6 +207,22 @@ def parts_of_experts(experts: Any, parallel: TensorParallel, name: str) -> dict[
     if experts.has_bias:
         parts["gate_up_proj_bias"] = of_both(experts.gate_up_proj_bias, 1)
     return parts
+
+
+def _share_of_expert(width: int, parallel: TensorParallel) -> tuple[int, int]:
+    """Return this rank's range of the features inside an expert. Shares are equal, unless they would
+    end inside a group of 32 quantised columns: then they end at multiples of 64.
+
+    gpt-oss has 2880 features, and an equal share of 4 ranks is 720. So the first rank has 768, and
+    the others have 704. Shares stay equal if one would become more than a tenth larger.
+    """
+    size, units = parallel.size, width // _UNIT
+    if (width // size) % _GROUP == 0 or width % _UNIT:
+        return parallel.share(width)
+    if -(-units // size) * _UNIT * size > 1.1 * width:
+        return parallel.share(width)
+    start, stop = (-(-units * rank // size) * _UNIT for rank in (parallel.rank, parallel.rank + 1))
+    return start, stop
 
 
 def _pattern(name: str) -> str:

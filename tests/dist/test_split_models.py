@@ -159,6 +159,25 @@ def test_ranks_hold_the_parts_of_what_one_would(
     assert [found.weight_bytes for found in shards] == bytes_held
 
 
+def test_parts_of_experts_end_with_groups() -> None:
+    """Equal parts would cut through groups of 32 columns. Elsewhere they stay equal, or would be
+    too unequal."""
+    held = {w: [tp._share_of_expert(w, p) for p in ranks(4)] for w in (2880, 768, 704, 320, 720)}
+    ends = {width: [stop for _, stop in found] for width, found in held.items()}
+    assert ends == {
+        2880: [768, 1472, 2176, 2880],
+        768: [192, 384, 576, 768],
+        704: [192, 384, 576, 704],
+        320: [80, 160, 240, 320],
+        720: [180, 360, 540, 720],
+    }
+    for found in held.values():
+        assert [start for start, _ in found] == [0, *(stop for _, stop in found[:-1])]
+    assert [tp._share_of_expert(2880, p) for p in ranks(2)] == [(0, 1440), (1440, 2880)]
+    eight = [tp._share_of_expert(2880, p) for p in ranks(8)]
+    assert {stop - start for start, stop in eight} == {384, 320} and eight[-1][1] == 2880
+
+
 def test_heads_that_are_held_twice(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "llama")
     whole = load(description(folder), CPU).state_dict()
@@ -183,7 +202,7 @@ STORED_FAMILIES: list[tuple[str, str, dict[str, Any]]] = [
     ("gemma2", "packed, zeros", {"head_dim": 32}),
     ("qwen3_moe", "modelopt", {"moe_intermediate_size": 128}),
     ("mixtral", "int8, zeros", {}),
-    ("gpt_oss", "blocks", {"intermediate_size": 128}),
+    ("gpt_oss", "blocks", {"intermediate_size": 704}),  # of 4 ranks three have 192, and one 128
 ]
 
 
@@ -194,7 +213,8 @@ def test_passes_of_stored_weights(
     world: World, family: str, name: str, sizes: dict[str, Any], size: int, tmp_path: Path
 ) -> None:
     """Logits are as far from transformers' as those of plain weights, which are larger here than in
-    other tests. Each of 4 ranks has one group of 32 columns of what is split by columns."""
+    other tests. Each of 4 ranks has one group of 32 columns of what is split by columns, or more of
+    gpt-oss's experts."""
     sizes = {"hidden_size": 128, "num_key_value_heads": 4} | sizes
     if name == "blocks":
         folder, plain = stored_experts(tmp_path, **sizes)
