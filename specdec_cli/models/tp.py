@@ -210,8 +210,8 @@ def parts_of_experts(experts: Any, parallel: TensorParallel, name: str) -> dict[
 
 
 def _share_of_expert(width: int, parallel: TensorParallel) -> tuple[int, int]:
-    """Return this rank's range of the features inside an expert. Shares are equal, unless they would
-    end inside a group of 32 quantised columns: then they end at multiples of 64.
+    """Return this rank's range of the features inside an expert. Shares are equal unless they would
+    end inside a group of 32 quantised columns. Then they end at multiples of 64.
 
     gpt-oss has 2880 features, and an equal share of 4 ranks is 720. So the first rank has 768, and
     the others have 704. Shares stay equal if one would become more than a tenth larger.
