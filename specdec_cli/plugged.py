@@ -117,8 +117,7 @@ class PluggedMethod:
         with blamed(self.who, "making it"):
             self.inner = built(type(made.__name__, (made, Proposer), {}), parts)
             self.feature_layers = tuple(self.inner.feature_layers)
-        for name in ("tail", "max_len", "max_lag"):
-            self._checked(name, getattr(self.inner, name))
+        self._check_sizes()
         if self.feature_layers:
             last = parts.target.module.config.num_hidden_layers
             if not all(type(one) is int and 0 <= one <= last for one in self.feature_layers):
@@ -146,6 +145,25 @@ class PluggedMethod:
                 f"{self.who}: {name} should be an integer of at least {least}, but is {value!r:.60}"
             )
         return value
+
+    def _check_sizes(self) -> None:
+        """Raise `UsageError` unless the inner proposer's sizes are integers in their ranges."""
+        for name in ("tail", "max_len", "max_lag"):
+            self._checked(name, getattr(self.inner, name))
+
+    def up_to(self, k: int) -> "PluggedMethod":
+        """Return this wrapper around the plugin's own proposer for k."""
+        with blamed(self.who, "up_to"), torch.inference_mode():
+            inner = self.inner.up_to(k)
+        if inner is self.inner:
+            return self
+        if not isinstance(inner, Proposer):
+            told = f"up_to should return self or a copy of it, not {inner!r:.60}"
+            raise UsageError(f"{self.who}: {told}")
+        found = object.__new__(PluggedMethod)
+        vars(found).update(vars(self) | {"inner": inner})
+        found._check_sizes()
+        return found
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
         """Propose tokens. An invalid id ends its sequence's proposals, and `check` reports it."""

@@ -186,7 +186,7 @@ class Engine:
         found = self.rule.forecast(request.index, len(prompt), len(output), k, params)
         if found is not None:
             return found
-        return forecast(self.proposer, self._teacher(params), prompt, output, k, params)
+        return forecast(self.proposer.up_to(k), self._teacher(params), prompt, output, k, params)
 
     def logits_after(
         self, tokens: list[int], width: int, start: int, params: SamplingParams
@@ -218,8 +218,8 @@ class Engine:
         """Begin a run: queue `requests` and return the state that `step` advances."""
         assert k == 0 or self.proposer is not None, "proposing needs a proposer"
         self._take_target()
-        # At k = 0, leave out the proposer, so that plain decoding skips all work for proposals.
-        proposer = self.proposer if k else None
+        # Do no work for proposals that the run never makes. At k = 0, there is no proposer at all.
+        proposer = self.proposer.up_to(k) if k and self.proposer is not None else None
         draft_max_len = proposer.max_len if proposer is not None else 0
         ahead = proposer.ahead(k) if proposer is not None else 0
         scheduler = Scheduler(self.allocator, self.batch_size, k, draft_max_len, ahead)

@@ -116,12 +116,14 @@ class DurationEstimate:
     job: Job
     speeds: Speeds
     degrees: tuple[int, int] = (1, 1)
-    _shapes: dict[str, _Shape] = field(default_factory=dict, init=False)
+    _shapes: dict[tuple[str, int], _Shape] = field(default_factory=dict, init=False)
 
-    def pass_seconds(self, model: Draft, tokens: int) -> float:
-        """Estimate how many seconds a model needs for a forward pass over `tokens` tokens."""
+    def pass_seconds(self, model: Draft, tokens: int, parts: int = 1) -> float:
+        """Estimate how many seconds a forward pass over `tokens` tokens takes. parts: as in
+        `Passes`."""
         role = model.spec.role
-        shape = self._shapes[role] = self._shapes.get(role) or _shape_of(model)
+        key = role, parts
+        shape = self._shapes[key] = self._shapes.get(key) or _shape_of(model, parts)
         products = 2 * shape.parameters * tokens / self.speeds.operations
         work = shape.bytes_read(tokens) / self.speeds.bytes + products
         degree = self.degrees[0 if role == "target" else 1]
@@ -147,7 +149,8 @@ class DurationEstimate:
         found = self.pass_seconds(plan.target, batch * (key.k + 1))
         if key.k and plan.draft is not None:
             passes = plan.draft.passes(key.k)
-            found += passes.count * self.pass_seconds(plan.draft, batch * passes.rows)
+            once = self.pass_seconds(plan.draft, batch * passes.rows, passes.parts)
+            found += passes.count * once
         return found
 
     def tokens_a_round(self, k: int) -> float:
@@ -165,7 +168,9 @@ class DurationEstimate:
         plan, lengths = self._plan, self.job.token_ids[:num_prompts]
         prefill = sum(self.pass_seconds(plan.target, max(1, len(ids))) for ids in lengths)
         if key.k and plan.draft is not None:
-            prefill += sum(self.pass_seconds(plan.draft, max(1, len(ids))) for ids in lengths)
+            passes = plan.draft.passes(key.k)
+            each = (self.pass_seconds(plan.draft, max(1, len(i)), passes.parts) for i in lengths)
+            prefill += passes.in_prompt * sum(each)
         longest = plan.max_model_len
         texts = [min(params.max_new_tokens, longest - len(ids)) for ids in lengths]
         rounds = sum(max(0, t) for t in texts) / self.tokens_a_round(key.k)
@@ -186,8 +191,8 @@ class DurationEstimate:
         return repeats * self.run_seconds(key, num_prompts, params) + run.warmup * warm_up
 
 
-def _shape_of(model: Draft) -> _Shape:
-    size, layers = float(model.weight_bytes + model.shared_bytes), len(model.layers) or 1
+def _shape_of(model: Draft, parts: int) -> _Shape:
+    size, layers = model.weight_bytes / parts + model.shared_bytes, len(model.layers) // parts or 1
     module: Any = getattr(model, "module", None)
     if module is None:
         return _Shape(size, 0.0, 1.0, size / model.dtype.itemsize, layers)

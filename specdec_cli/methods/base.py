@@ -128,6 +128,15 @@ class Proposer:
         most k tokens per round."""
         return self.tail
 
+    def up_to(self, k: int) -> "Proposer":
+        """Return the proposer of a run with at most k >= 1 proposals per round.
+
+        A proposer that runs parts of its draft only for later proposals returns one without these
+        parts. The result shares the draft and its cache, reads the same hidden states, and proposes
+        the same tokens. `check` and `clear` are called on the original.
+        """
+        return self
+
     def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
         """Process prompt tokens. features: [T, F], hidden states of these tokens, or None."""
 

@@ -14,6 +14,7 @@ from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.state import BatchState
 from specdec_cli.methods import step_head
 from specdec_cli.methods.base import Method, MethodParts, Proposer
+from specdec_cli.methods.step_head import StepHead
 from specdec_cli.models.heads.mtp.chain import MtpChain
 from specdec_cli.models.heads.mtp.draft import describe_mtp
 
@@ -27,6 +28,15 @@ class ChainedModules(Proposer):
 
     def __init__(self, chain: MtpChain, feature_layers: tuple[int, ...], max_len: int) -> None:
         self.chain, self.feature_layers, self.max_len = chain, feature_layers, max_len
+
+    def up_to(self, k: int) -> Proposer:
+        """Return a proposer with the first k modules, because module i makes no proposal before
+        i + 1. No module reads the output of a later one."""
+        if k >= len(self.chain.heads):
+            return self
+        if k == 1:
+            return StepHead(self.chain.heads[0], self.feature_layers, self.max_len)
+        return ChainedModules(MtpChain(self.chain.heads[:k]), self.feature_layers, self.max_len)
 
     def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
         assert features is not None, "the target must return hidden states"

@@ -30,14 +30,18 @@ class Loaded(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The forward passes that a draft runs in one round.
+    """The forward passes that a draft runs.
 
-    count: the number of passes.
-    rows: the number of tokens per sequence in each pass.
+    count: the number of passes in one round.
+    rows: the number of tokens per sequence in each of them.
+    in_prompt: the number of passes over a prompt.
+    parts: the number of equal parts of the draft, of which each pass runs one.
     """
 
     count: int
     rows: int = 1
+    in_prompt: int = 1
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +133,7 @@ class Draft(Protocol):
         ...
 
     def passes(self, k: int) -> Passes:
-        """Return the draft's passes in a round with k proposals."""
+        """Return the draft's passes in a run with k proposals per round."""
         ...
 
     def block_bytes(self, block_size: int) -> int:

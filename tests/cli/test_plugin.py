@@ -5,6 +5,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -508,12 +509,33 @@ def made_method(**members: Any) -> PluggedMethod:
         ({"ahead": lambda _, k: k + 0.5}, "ahead should be an integer of at least 0, but is 2.5"),
         ({"kv_after": lambda *_: None}, "kv_after should be an integer of at least 0, but is None"),
         ({"tail_for": lambda *_: True}, "tail_for should be an integer of at least 1, but is True"),
+        ({"up_to": lambda *_: None}, "up_to should return self or a copy of it, not None"),
+        ({"up_to": lambda *_: 1 / 0}, "up_to raised ZeroDivisionError: division by zero"),
     ],
 )
 def test_members_of_a_bad_method_get_one_line(members: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=f"^method mine: {told}$"):
         found = made_method(**members)
-        (found.ahead(2), found.kv_after(5, 2, 1), found.tail_for(2))
+        (found.ahead(2), found.kv_after(5, 2, 1), found.tail_for(2), found.up_to(2))
+
+
+def test_a_method_s_own_proposer_for_few_proposals_is_checked_too() -> None:
+    def up_to(whole: Any, k: int) -> Any:
+        part = copy(whole)
+        part.tail = part.k = k
+        return part
+
+    outside = Candidates(torch.tensor([[9]]), torch.tensor([1]))
+    assert (whole := made_method()).up_to(1) is whole
+    whole = made_method(up_to=up_to, k=3, propose=lambda *_: outside)
+    part = whole.up_to(2)
+    assert isinstance(part, PluggedMethod) and (whole.k, part.k, part.tail) == (3, 2, 2)
+    with pytest.raises(UsageError, match="tail should be an integer of at least 1"):
+        whole.up_to(0)
+    state: Any = SimpleNamespace(active=torch.tensor([True]))
+    part.propose(state, Drafting(1, SamplingParams(), torch.tensor([1]), 8))
+    with pytest.raises(UsageError, match="1 proposed ids are outside the vocabulary of 8"):
+        whole.check()
 
 
 PLACE = (1, 2)

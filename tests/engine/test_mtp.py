@@ -3,15 +3,20 @@
 import json
 import re
 import shutil
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec_cli.core.batch import Rectangle, Span, padded_batch
+from specdec_cli.backends import native
+from specdec_cli.core.batch import ForwardBatch, Rectangle, Span, padded_batch
 from specdec_cli.core.candidates import TargetOutput, Verdict
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import Permissions, Request, SamplingParams, Sequence
@@ -21,9 +26,15 @@ from specdec_cli.engine.memory.estimate import estimate_ranks, this_machine
 from specdec_cli.engine.memory.measured import weight_bytes
 from specdec_cli.engine.plan import Plan, plan_all_ranks
 from specdec_cli.errors import ExitCode, SetupError, UsageError
+from specdec_cli.experiment.duration import DurationEstimate, Speeds
+from specdec_cli.experiment.folders.records import Key
+from specdec_cli.experiment.generation import Job
+from specdec_cli.lengths.adaptive import Adaptive
 from specdec_cli.methods.mtp import ChainedModules
 from specdec_cli.models.heads.mtp.draft import MtpDraft
 from specdec_cli.models.heads.paged import PagedHead
+from specdec_cli.models.prompt_passes import PromptGraphs, PromptPasses
+from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import load_recipe
 from specdec_cli.recipe.choices.mtp import MTP
 from tests import drafting, lossless
@@ -324,12 +335,31 @@ def test_rows_of_a_chain_are_those_of_transformers(
         assert torch.allclose(found, wanted, atol=1e-4), index
 
 
+@pytest.fixture(scope="module")
+def three_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A target of a family with three modules."""
+    return cache(lambda family: save_mtp(tmp_path_factory.mktemp("mtp") / family, family, 3))
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """The number of rows that each module of a chain has run over."""
+    found, passed = Counter[int](), PagedHead._run
+
+    def counted(self: PagedHead, batch: ForwardBatch, hidden: torch.Tensor) -> Any:
+        found[self.head.config.index] += len(batch.token_ids)  # type: ignore[attr-defined]
+        return passed(self, batch, hidden)
+
+    monkeypatch.setattr(PagedHead, "_run", counted)
+    return found
+
+
 @pytest.mark.parametrize(
     "family", ["glm4_moe", "mimo_v2_flash", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
 )
-def test_a_chain_of_three(family: str, tmp_path: Path) -> None:
+def test_a_chain_of_three(family: str, three_of: Callable[[str], Path]) -> None:
     """A short prompt has no row of the last module yet."""
-    target, starts = save_mtp(tmp_path / "three", family, 3), STARTS
+    target, starts = three_of(family), STARTS
     if family == "mimo_v2_flash":
         starts = [STARTS[2], *LONGER]
     prompts = prompts_of(target, starts)
@@ -344,12 +374,50 @@ def test_a_chain_of_three(family: str, tmp_path: Path) -> None:
     assert [seq.output_ids for seq in seqs] == wanted
 
 
-def test_a_shorter_chain_proposes_the_same(two: Path) -> None:
-    found = planned(two, 1)
-    assert found.draft is not None and len(found.draft.layers) == 1
-    assert [s.output_ids for s in run(found, prompts_of(two))] == [
-        s.output_ids for s in run(planned(two, 2), prompts_of(two), 1)
-    ]
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_run_of_few_proposals_is_one_of_few_modules(
+    three_of: Callable[[str], Path], k: int, rows: Counter[int]
+) -> None:
+    """With three modules loaded, as in a sweep, it has the texts, rounds and rows of a run for
+    which only k were loaded. An estimate of its time agrees."""
+    target = three_of("glm4_moe")
+    prompts, found, seconds = prompts_of(target), [], []
+    for loaded in (3, k):
+        rows.clear()
+        made = planned(target, loaded, run__batch_size=2, run__prefill_chunk=4)
+        assert made.draft is not None and len(made.draft.layers) == loaded
+        seqs = run(made, prompts, k)
+        found.append(([s.output_ids for s in seqs], list(map(rounds_of, seqs)), dict(rows)))
+        given = [Prompt(i, None, tuple(ids)) for i, ids in enumerate(prompts)]
+        job = Job(native, native.prepared(made), given, list(map(tuple, prompts)))
+        estimate = DurationEstimate(job, Speeds(1e9, 1e9))
+        seconds.append(estimate.run_seconds(Key("mtp", 2, k), 4, made.params))
+    assert found[0] == found[1] and set(rows) == set(range(k))
+    assert sum(accepted for rounds in found[0][1] for _, accepted in rounds) > 5
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-6)
+
+
+def test_a_run_of_one_proposal_captures_prompts_as_one_module_does(two: Path) -> None:
+    engine = build(planned(two, 2), 12)
+    assert isinstance(engine.proposer, ChainedModules)
+    graphs = PromptGraphs(8, 4, 12, CPU, is_captured=False)
+    engine.proposer.chain.capture_prompts(graphs)
+    with patch.object(PromptPasses, "__call__", autospec=True) as replayed:
+        for k in (2, 1):
+            assert not replayed.called
+            engine.run([Request(0, (5, 9, 3, 11))], k, planned(two, k).params)
+        assert replayed.called
+
+
+def test_rounds_of_one_proposal_keep_the_other_modules_of_their_run(
+    two: Path, rows: Counter[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A longer round may follow."""
+    monkeypatch.setattr(Adaptive, "next_k", lambda *_: 1)
+    keys = {"speculation.length.policy": "adaptive", "speculation.length.choices": [1]}
+    seqs = run(planned(two, 2, **keys), prompts_of(two))
+    assert {k for seq in seqs for k in seq.proposed_per_round} <= {0, 1}
+    assert rows[1] == rows[0] - len(seqs)  # a text's last row belongs to the first module alone
 
 
 def test_a_chain_bounds_k(two: Path) -> None:

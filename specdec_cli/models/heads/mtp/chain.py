@@ -10,6 +10,7 @@ import torch
 from specdec_cli.core.batch import Span
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.models.heads.paged import PagedHead
+from specdec_cli.models.prompt_passes import PromptGraphs
 
 
 class MtpChain:
@@ -27,6 +28,11 @@ class MtpChain:
         self.cache = cache
         for one in self.heads:
             one.use(cache)
+
+    def capture_prompts(self, graphs: PromptGraphs) -> None:
+        """Capture the prefill passes of the first module, for runs that use no other. Passes of the
+        whole chain are not captured."""
+        self.heads[0].capture_prompts(graphs)
 
     def clear(self) -> None:
         for one in self.heads:

@@ -165,9 +165,11 @@ class MtpDraft:
         return replace(self, bodies=tuple(body.within(reach) for body in self.bodies))
 
     def passes(self, k: int) -> Passes:
-        """Return the passes in a round with k proposals. Each module runs once over the accepted
-        tokens, and each proposal after the first needs one more pass."""
-        return Passes(k - 1 + len(self.bodies))
+        """Return the passes in a run with k proposals per round, which uses at most k modules. Each
+        of them runs once over the accepted tokens, and each proposal after the first needs one more
+        pass."""
+        used = min(k, len(self.bodies))
+        return Passes(k - 1 + used, in_prompt=used, parts=len(self.bodies))
 
     def block_bytes(self, block_size: int) -> int:
         carried = self.config.output_size * self.dtype.itemsize
