@@ -5,6 +5,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -379,22 +380,33 @@ def test_a_run_of_few_proposals_is_one_of_few_modules(
     three_of: Callable[[str], Path], k: int, rows: Counter[int]
 ) -> None:
     """With three modules loaded, as in a sweep, it has the texts, rounds and rows of a run for
-    which only k were loaded. An estimate of its time agrees."""
-    target = three_of("glm4_moe")
-    prompts, found, seconds = prompts_of(target), [], []
+    which only k were loaded."""
+    target, found = three_of("glm4_moe"), []
+    prompts = prompts_of(target)
     for loaded in (3, k):
         rows.clear()
         made = planned(target, loaded, run__batch_size=2, run__prefill_chunk=4)
         assert made.draft is not None and len(made.draft.layers) == loaded
         seqs = run(made, prompts, k)
         found.append(([s.output_ids for s in seqs], list(map(rounds_of, seqs)), dict(rows)))
-        given = [Prompt(i, None, tuple(ids)) for i, ids in enumerate(prompts)]
-        job = Job(native, native.prepared(made), given, list(map(tuple, prompts)))
-        estimate = DurationEstimate(job, Speeds(1e9, 1e9))
-        seconds.append(estimate.run_seconds(Key("mtp", 2, k), 4, made.params))
     assert found[0] == found[1] and set(rows) == set(range(k))
     assert sum(accepted for rounds in found[0][1] for _, accepted in rounds) > 5
-    assert seconds[0] == pytest.approx(seconds[1], rel=1e-6)
+
+
+def test_an_estimate_of_time_counts_the_modules_that_run(three_of: Callable[[str], Path]) -> None:
+    ids = list(map(tuple, STARTS))
+    prompts = [Prompt(i, None, one) for i, one in enumerate(ids)]
+
+    def seconds(loaded: int, k: int, new_tokens: int) -> float:
+        made = planned(three_of("glm4_moe"), loaded)
+        found = DurationEstimate(Job(native, native.prepared(made), prompts, ids), Speeds(1e9, 1e9))
+        params = replace(made.params, max_new_tokens=new_tokens)
+        return found.run_seconds(Key("mtp", 2, k), len(ids), params)
+
+    for k in (1, 2):
+        assert seconds(3, k, 9) == pytest.approx(seconds(k, k, 9), rel=1e-6)
+    plain, one, two = (seconds(3, k, 0) for k in (0, 1, 2))  # prompts alone
+    assert two - one == pytest.approx(one - plain)
 
 
 def test_a_run_of_one_proposal_captures_prompts_as_one_module_does(two: Path) -> None:
