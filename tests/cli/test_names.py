@@ -134,7 +134,7 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def planned(capsys: Capture, *arguments: str | Path) -> dict[str, Any]:
     """The document of a planned sweep that `--minutes` makes smaller."""
     capsys.readouterr()
-    asked = ["sweep-k", *map(str, arguments), "--k", "0-4", "--dry-run", "--json"]
+    asked = ["sweep-k", *map(str, arguments), "--k", "0,4", "--dry-run", "--json"]
     assert main(asked) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
@@ -249,7 +249,7 @@ def test_minutes_too_few_for_anything(
     """The error has minutes that suffice for the smallest sweep, whose batches are full."""
     speeds = duration.Speeds(bytes=2e9, operations=2e10)
     monkeypatch.setattr(duration, "speeds_of", lambda *_: speeds)
-    asked = ["sweep-k", "--k", "0-20", "--batch-size", str(batch_size), "--dry-run", "--json"]
+    asked = ["sweep-k", "--k", "0,20", "--batch-size", str(batch_size), "--dry-run", "--json"]
     assert main([*asked, "--minutes", "0.1"]) == 2
     told = capsys.readouterr().err
     assert "--minutes 0.1: the smallest sweep of these points is " in told
