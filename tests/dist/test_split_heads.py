@@ -54,18 +54,29 @@ def sets_of(pair: Any, degree: int, more: dict[str, Any]) -> dict[str, Any]:
     } | more
 
 
+ALONE: dict[str, dict[str, Any]] = {}  # records of one process, by settings
+
+
+def alone(pair: Any, more: dict[str, Any]) -> dict[str, Any]:
+    """The record of one process, which several tests compare with ranks."""
+    sets = sets_of(pair, 1, more)
+    if (key := repr(sets)) not in ALONE:
+        ALONE[key] = cases.built(0, sets, PROMPTS)
+    return ALONE[key]
+
+
 def checked(
     world: World, pair: Any, more: dict[str, Any], draft_tp: int = 1
 ) -> list[dict[str, Any]]:
     """The records of all ranks, after a comparison with one process's rounds."""
-    one = cases.built(0, sets_of(pair, 1, more), PROMPTS)
+    one = alone(pair, more)
     more = more | {"draft.tensor_parallel_size": draft_tp}
     found = world.run(cases.built, sets_of(pair, world.size, more), PROMPTS)
     assert [x["outputs"] for x in found] == [one["outputs"]] * world.size
     assert [x["rounds"] for x in found] == [one["rounds"]] * world.size
-    for alone, split in zip(one["forecasts"], found[0]["forecasts"], strict=True):
-        assert alone.overlap == pytest.approx(split.overlap, abs=1e-4)
-        assert [pytest.approx(row, abs=1e-4) for row in alone.ahead] == list(split.ahead)
+    for told, split in zip(one["forecasts"], found[0]["forecasts"], strict=True):
+        assert told.overlap == pytest.approx(split.overlap, abs=1e-4)
+        assert [pytest.approx(row, abs=1e-4) for row in told.ahead] == list(split.ahead)
     assert sum(one["accepted"]) >= 3, "nothing stands, so rounds could not differ"
     holders = found[:draft_tp]
     assert [x["draft_bytes"] > 0 for x in found] == [x in holders for x in found]
@@ -101,8 +112,8 @@ def test_two_ranks_share_a_head(
     two: World, pairs: dict[str, Pair], kind: str, params: dict[str, Any]
 ) -> None:
     found = checked(two, pairs[kind], params, draft_tp=2)
-    alone = cases.built(0, sets_of(pairs[kind], 1, params), PROMPTS)
-    assert all(x["draft_bytes"] < 0.8 * alone["draft_bytes"] for x in found)
+    whole = alone(pairs[kind], params)["draft_bytes"]
+    assert all(x["draft_bytes"] < 0.8 * whole for x in found)
 
 
 @pytest.mark.slow
@@ -129,21 +140,26 @@ def test_rounds_over_a_quantised_target(
         assert rounds == expected_rounds(plain, kept.head, prompt, K)
 
 
-def test_rounds_are_the_reference_s(two: World, pairs: dict[str, Pair]) -> None:
+@pytest.fixture(scope="module")
+def borrowing(two: World, pairs: dict[str, Pair]) -> dict[str, Any]:
+    """Rank 0's record of greedy rounds with the head that borrows."""
+    return checked(two, pairs["borrowing"], GREEDY)[0]
+
+
+def test_rounds_are_the_reference_s(borrowing: dict[str, Any], pairs: dict[str, Pair]) -> None:
     target, _, head = pairs["borrowing"]
-    first = checked(two, pairs["borrowing"], GREEDY)[0]
+    first = borrowing
     oracle = reference(target)
     assert first["outputs"] == [greedy_reference(oracle, p, NEW_TOKENS) for p in PROMPTS]
     rounds = [list(zip(*lengths, strict=True)) for lengths in first["rounds"]]
     assert rounds == [expected_rounds(target, head, p, K) for p in PROMPTS]
 
 
-def test_a_copy_of_the_target_s_head_is_counted(two: World, pairs: dict[str, Pair]) -> None:
+def test_a_copy_of_the_target_s_head_is_counted(
+    borrowing: dict[str, Any], pairs: dict[str, Pair]
+) -> None:
     """The copy appears in the notes too. A single process borrows the matrix itself."""
-    one, split = (
-        cases.built(0, sets_of(pairs["borrowing"], 1, GREEDY), PROMPTS),
-        two.run(cases.built, sets_of(pairs["borrowing"], 2, GREEDY), PROMPTS)[0],
-    )
+    one, split = alone(pairs["borrowing"], GREEDY), borrowing
     lent = "embed_tokens.weight, lm_head.weight"
     assert one["execution"]["draft_borrows"] == lent
     told = f"{lent} (a copy, since ranks of the target hold parts)"
@@ -166,21 +182,33 @@ def test_ranks_share_a_draft_in_the_target_s_files(two: World, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("family", "count", "params"),
+    ("ranks", "family", "count", "params"),
     [
-        pytest.param("deepseek_v3", 1, SAMPLED, id="latent-sampled"),
-        pytest.param("glm4_moe", 2, GREEDY, id="two-greedy"),
-        pytest.param("deepseek_v3", 2, GREEDY, id="latent-two-greedy", marks=pytest.mark.slow),
-        pytest.param("glm4_moe", 1, GREEDY, id="one-greedy", marks=pytest.mark.slow),
-        pytest.param("glm4_moe", 2, SAMPLED, id="two-sampled", marks=pytest.mark.slow),
-        pytest.param("mellum", 1, SAMPLED, id="mellum-sampled", marks=pytest.mark.slow),
-        pytest.param("mimo_v2_flash", 2, GREEDY, id="mimo-two-greedy"),
+        pytest.param("two", "deepseek_v3", 1, SAMPLED, id="latent-sampled"),
+        pytest.param("world", "glm4_moe", 2, GREEDY, id="two-greedy"),
+        pytest.param("two", "mimo_v2_flash", 2, GREEDY, id="mimo-two-greedy"),
+        *(
+            pytest.param("world", *case, id=f"{name} over four", marks=pytest.mark.slow)
+            for name, case in {
+                "latent-sampled": ("deepseek_v3", 1, SAMPLED),
+                "latent-two-greedy": ("deepseek_v3", 2, GREEDY),
+                "one-greedy": ("glm4_moe", 1, GREEDY),
+                "two-sampled": ("glm4_moe", 2, SAMPLED),
+                "mellum-sampled": ("mellum", 1, SAMPLED),
+                "mimo-two-greedy": ("mimo_v2_flash", 2, GREEDY),
+            }.items()
+        ),
     ],
 )
 def test_ranks_share_modules_in_the_target_s_files(
-    world: World, tmp_path: Path, family: str, count: int, params: dict[str, Any]
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    ranks: str,
+    family: str,
+    count: int,
+    params: dict[str, Any],
 ) -> None:
-    """MTP modules, whose heads and experts are split over four ranks as the target's are."""
+    """MTP modules, whose heads and experts are split over the ranks as the target's are."""
     pytest.importorskip("transformers", minversion="5.23")
     from tests.mtp_pair import save_mtp
 
@@ -189,9 +217,11 @@ def test_ranks_share_modules_in_the_target_s_files(
     sets |= {"speculation.num_speculative_tokens": 2, "cache.block_size": 4, "run.batch_size": 3}
     sets |= {"sampling.max_new_tokens": NEW_TOKENS, "sampling.ignore_eos": True, **params}
     one = cases.built(0, sets, PROMPTS)
-    found = world.run(cases.built, sets | {"target.tensor_parallel_size": 4}, PROMPTS)
-    assert [x["outputs"] for x in found] == [one["outputs"]] * 4
-    assert [x["rounds"] for x in found] == [one["rounds"]] * 4
+    world: World = request.getfixturevalue(ranks)
+    degree = {"target.tensor_parallel_size": world.size}
+    found = world.run(cases.built, sets | degree, PROMPTS)
+    assert [x["outputs"] for x in found] == [one["outputs"]] * world.size
+    assert [x["rounds"] for x in found] == [one["rounds"]] * world.size
     assert sum(one["accepted"]) >= 3
     assert all(x["held"] == ["target", "draft"] for x in found)
     assert all(x["draft_bytes"] < 0.8 * one["draft_bytes"] for x in found)

@@ -106,10 +106,11 @@ def test_faults_differ_from_the_project_by_nothing_else(k: int) -> None:
     assert len(set(project[1].tolist())) == k + 1
 
 
-def test_forty_pairs() -> None:
+@pytest.mark.parametrize("count", [20, pytest.param(40, marks=pytest.mark.slow)])
+def test_pairs(count: int) -> None:
     """Tests the first token, every further one, the bonus, and the first two jointly; k = 1..4 in
-    turn."""
-    found = {n: trial(n, 1 + n % 4, CORRECT) for n in range(40)}
+    turn. Every filter meets every temperature in 20 pairs."""
+    found = {n: trial(n, 1 + n % 4, CORRECT) for n in range(count)}
     rejected = {n: p for n, p in found.items() if lossless.adjusted(p) < SIGNIFICANT}
     assert not rejected
     for name in ("token 0", "joint"):
@@ -344,7 +345,7 @@ def test_noise_of_another_round_in_the_engine_is_caught(
     assert lossless.adjusted(engine_p(tiny, ENGINE_PARAMS["all"], 1)) < SIGNIFICANT
 
 
-SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, max_new_tokens=24, seed=11)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, max_new_tokens=16, seed=11)
 Make = Callable[..., Engine]
 
 
@@ -378,7 +379,7 @@ def test_sampled_output_depends_on_the_key_alone(make: Make, k: int) -> None:
     """Output does not depend on batch size, order, prefill chunks or preemption."""
     asked = requests()
     want = outputs(make(batch_size=1), asked, k)
-    assert {len(tokens) for tokens in want.values()} == {24}
+    assert {len(tokens) for tokens in want.values()} == {16}
     for batch_size in (3, 8):
         assert outputs(make(batch_size=batch_size), asked, k) == want
     assert outputs(make(batch_size=3), asked[::-1], k) == want

@@ -115,7 +115,7 @@ def test_text_is_the_target_s_and_rounds_are_the_reference_s(
     assert (sum(s.num_preemptions for s in seqs) > 0) == (case == "preemption")
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [pytest.param(8, marks=SLOW), 4])
 def test_rounds_over_a_quantised_target_are_the_reference_s(
     pair: Pair, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,8 +172,8 @@ def test_other_targets(family: str, tmp_path: Path) -> None:
     assert list(map(rounds_of, seqs)) == [expected_rounds(target, head, p, 4) for p in PROMPTS]
 
 
-def test_a_head_with_weights_of_its_own(tmp_path: Path) -> None:
-    target, _, head = save_pair(tmp_path)
+def test_a_head_with_weights_of_its_own(pair: Pair, tmp_path: Path) -> None:
+    target, _, head = pair
     folder = save_head(tmp_path / "own", head, "safeailab")
     found = planned(target, folder)
     assert "borrows" not in " ".join(found.execution)

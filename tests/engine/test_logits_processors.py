@@ -218,7 +218,11 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[2].__name__)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(f, marks=[pytest.mark.slow] * (n % 2 > 0)) for n, f in enumerate(FAULTS)],
+    ids=lambda fault: fault[2].__name__,
+)
 def test_fault_is_caught(
     eight: tuple[Path, Path], fault: tuple[type, str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

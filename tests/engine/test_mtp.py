@@ -356,7 +356,11 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 
 
 @pytest.mark.parametrize(
-    "family", ["glm4_moe", "mimo_v2_flash", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
+    "family",
+    [
+        "glm4_moe",
+        *(pytest.param(f, marks=pytest.mark.slow) for f in ("mimo_v2_flash", "deepseek_v3")),
+    ],
 )
 def test_a_chain_of_three(family: str, three_of: Callable[[str], Path]) -> None:
     """A short prompt has no row of the last module yet."""

@@ -99,6 +99,7 @@ def test_acceptance_of_sampled_tokens_is_that_of_transformers_models(
     assert found.overlap == pytest.approx(overlap.tolist(), abs=1e-4)
 
 
+@pytest.mark.slow  # the chances of each token are compared above
 def test_sampled_prediction_is_right_in_the_mean(pair: tuple[Path, Path]) -> None:
     """Compares rounds at k = 2 with the rounds expected from texts that were written at k = 6."""
     engine = make_engine(*pair, num_blocks=2000, batch_size=160)

@@ -20,6 +20,8 @@ from scripts.speculators.corpus import read_texts, read_wave
 from specdec_cli.app import main
 from specdec_cli.demo import demo_path
 
+pytestmark = pytest.mark.usefixtures("smaller_demo")
+
 WITHOUT_DEFAULT = {
     *("--target", "--recipe", "--set", "--out", "--prompts", "--avoid", "--texts", "--json"),
     *("--minutes", "--waves", "--steps", "--layers", "--vocabulary", "--start"),

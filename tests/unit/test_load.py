@@ -247,7 +247,10 @@ def test_windows_that_are_calm_by_chance_have_no_wrong_interval(
     assert 0.03 < given < 0.9 and 0.93 <= sum(hits) / 3 / given <= 0.98 and min(hits) / given > 0.9
 
 
-@pytest.mark.parametrize("name", ["1 in turn", "8 in turn", "batch of 16", "all share one"])
+SLOW_QUEUES = [pytest.param(n, marks=pytest.mark.slow) for n in ("1 in turn", "batch of 16")]
+
+
+@pytest.mark.parametrize("name", ["8 in turn", "all share one", *SLOW_QUEUES])
 def test_short_runs_at_a_light_load_have_intervals(proof: ModuleType, name: str) -> None:
     rng = np.random.default_rng(7)
     found = proof.coverage(rng, proof.SERVERS[name], 0.1, (30, 60, 200), 100)
@@ -288,7 +291,7 @@ def test_overload_on_queues(
     assert least <= proof.overloaded(rng, load, 4, count, 100) <= most
 
 
-@pytest.mark.parametrize("count", [60, 200])
+@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.slow)])
 def test_near_saturation_no_k_is_faster_by_chance(proof: ModuleType, count: int) -> None:
     rng, queue = np.random.default_rng(9), proof.SERVERS["1 in turn"]
     ((known, given, _, faster),) = proof.speedups(rng, queue, 0.9, 1.0, (count,), 300)
