@@ -114,7 +114,8 @@ def test_a_signal_to_the_parent_leaves_no_process(
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
-        ([signal.SIGTERM], "was ended by SIGTERM"),
+        # a test below ends one by SIGTERM as soon as it exists
+        pytest.param([signal.SIGTERM], "was ended by SIGTERM", marks=pytest.mark.slow),
         pytest.param([signal.SIGHUP], "was ended by SIGHUP", marks=pytest.mark.slow),
         ([signal.SIGSTOP, signal.SIGKILL], "was killed by SIGKILL"),
         # test_causes.py has the choice between it and lost peers

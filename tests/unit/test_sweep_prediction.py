@@ -149,7 +149,7 @@ def swept(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> list[Point]:
     return Sweep(plan, SweepRecords(), Watcher(), World(None, "cpu", 120.0)).run()
 
 
-@pytest.mark.parametrize("batch_size", [1, 8, 32])
+@pytest.mark.parametrize("batch_size", [1, pytest.param(8, marks=pytest.mark.slow), 32])
 def test_nothing_but_noise_is_left(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> None:
     points = swept(monkeypatch, batch_size)
     assert [p.k for p in points] == list(range(9))
