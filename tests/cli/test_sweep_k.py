@@ -1158,7 +1158,7 @@ def test_a_spec_bench_file_end_to_end(capsys: Capture, tmp_path: Path) -> None:
         each = [c["num_prompts"] for c in point["per_category"].values()]
         assert each == [2, 2, 2] and point["metrics"]["num_prompts"] == 6
     assert {s["category"] for s in samples(folder)} == set(kinds)
-    assert specdec(capsys, "report", folder).code == 0
+    assert specdec(capsys, "report", folder, "--format", "html").code == 0
     page = (folder / "report.html").read_text()
     assert all(f">{kind}<" in page for kind in kinds)
 

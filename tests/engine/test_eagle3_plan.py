@@ -98,7 +98,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize(
     "case",
-    ["chunks", "preemption", *(pytest.param(c, marks=SLOW) for c in ("one by one", "refills"))],
+    ["preemption", *(pytest.param(c, marks=SLOW) for c in SETTINGS if c != "preemption")],
 )
 def test_text_is_the_target_s_and_rounds_are_the_reference_s(
     pair: Pair, rounds_at: Rounds, case: str

@@ -109,9 +109,11 @@ def test_greedy_text_and_rounds(pair: Pair, rounds_at: Rounds, case: str, k: int
     "changes",
     [
         {"feeds_norm": True},
-        {"rope": {"rope_type": "default", "rope_theta": 20.0}},
         {"aux_ids": (0, 1, 2)},
-        {"norm_before_residual": True},
+        pytest.param({"norm_before_residual": True}, marks=pytest.mark.slow),
+        pytest.param(
+            {"rope": {"rope_type": "default", "rope_theta": 20.0}}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )

@@ -557,6 +557,7 @@ def test_a_tied_head_over_ranks_is_left_out_once() -> None:
     assert body.weight_bytes == sum(p.nbytes for p in own)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("vocab", [97, 1024, 2048])
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "mimo_v2_flash"])
