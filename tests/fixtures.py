@@ -162,14 +162,19 @@ def no_pictures() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def no_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw plots for pages only: a picture of pixels takes as long, and these tests read none."""
+def without_pixels(patch: pytest.MonkeyPatch) -> None:
+    """Draw plots for pages only: a picture of pixels takes as long."""
 
     def picture(figure: Any, form: str, name: str) -> bytes:
         return b"" if form == "png" else canvas.picture_of(figure, form, name)
 
-    monkeypatch.setattr(plots, "picture_of", picture)
+    patch.setattr(plots, "picture_of", picture)
+
+
+@pytest.fixture
+def no_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make no pictures of pixels in a test that reads none."""
+    without_pixels(monkeypatch)
 
 
 @pytest.fixture(scope="session")

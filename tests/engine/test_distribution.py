@@ -319,13 +319,13 @@ def test_blocks_drawn_at_once_follow_transformers(
 
 
 SLOW_FAULTS = ["fault: its own draw", "after, fault: not as drawn"]
+SLOW_FAULTS += ["singly, few, fault: padding counts"]
 
 
 @pytest.mark.parametrize(
     "how",
     [
         "fault: a later draw",
-        "singly, few, fault: padding counts",
         *(pytest.param(how, marks=pytest.mark.slow) for how in SLOW_FAULTS),
     ],
 )

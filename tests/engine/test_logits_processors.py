@@ -183,7 +183,7 @@ def p_value(eight: tuple[Path, Path], k: int, *, kind: str = "draft", rule: Any 
         pytest.param("draft", 0, None, marks=pytest.mark.slow),
         ("draft", 3, None),
         ("draft", 2, Block()),
-        ("ngram", 3, None),
+        pytest.param("ngram", 3, None, marks=pytest.mark.slow),
     ],
 )
 def test_samples_follow_transformers(

@@ -459,7 +459,7 @@ def test_lengths_of_each_sequence(target: Path, two: Path, count: int, policy: s
         assert len({p for s in seqs for p in s.proposed_per_round}) > 1
 
 
-@pytest.mark.parametrize(("count", "k"), [(1, 3), (2, 2)])
+@pytest.mark.parametrize(("count", "k"), [pytest.param(1, 3, marks=pytest.mark.slow), (2, 2)])
 def test_sampled_text_follows_the_target(count: int, k: int, tmp_path: Path) -> None:
     """Joint distribution of the first tokens."""
     sizes: dict[str, Any] = {"vocab_size": 8, "hidden_size": 32, "num_hidden_layers": 1}

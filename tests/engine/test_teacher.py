@@ -135,6 +135,7 @@ def demo_engine(temperature: float) -> tuple[Engine, Any]:
     return build(planned, 256), planned
 
 
+@pytest.mark.slow  # tiny pairs replay above, and bundled ones in sweeps
 def test_greedy_replay_of_the_demo_pair() -> None:
     engine, planned = demo_engine(0.0)
     prompts = read_prompts([], str(demo_path("demo:prompts")), None)[::50]

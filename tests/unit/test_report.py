@@ -21,6 +21,7 @@ from specdec_cli.report.folder import baseline_of, read_folder
 from specdec_cli.report.page import page
 from specdec_cli.report.plots import Plot, plots
 from specdec_cli.report.write import write_report
+from tests.fixtures import without_pixels
 from tests.report_helpers import (
     DRAFT,
     OTHER,
@@ -78,13 +79,16 @@ def html(content: Content, drawn: list[Plot] | None = None) -> str:
 
 
 @functools.lru_cache(2)
-def _drawn(path: Path) -> list[Plot]:
-    content = read(path)
-    return plots(content)
+def _drawn(path: Path, has_pixels: bool) -> list[Plot]:
+    with pytest.MonkeyPatch.context() as patch:
+        if not has_pixels:
+            without_pixels(patch)
+        return plots(read(path))
 
 
-def drawn(content: Content) -> list[Plot]:
-    return _drawn(content.run.path)
+def drawn(content: Content, has_pixels: bool = False) -> list[Plot]:
+    """All plots. has_pixels: whether their pictures for other programs are made too."""
+    return _drawn(content.run.path, has_pixels)
 
 
 def csv_rows(content: Content, name: str) -> list[dict[str, str]]:
@@ -477,7 +481,7 @@ def test_plots_are_pictures_of_what_there_is(sweep: Content, comparison: Content
     assert "% of it verify." in named["rounds"].caption
     table = sweep.tables["break_even"]
     assert table is not None and len(table.rows) == 48 and table.rows[7][-2:] == ("never",) * 2
-    pictures = drawn(comparison)
+    pictures = drawn(comparison, has_pixels=True)
     assert [plot.name for plot in pictures] == ["speedup", "speeds", "acceptance", "rounds"]
     for plot in pictures:
         assert plot.files["png"].startswith(b"\x89PNG")

@@ -41,7 +41,7 @@ PLAIN = [Tiles(8, 16, 64, 4, 1, 0, 4, 3), Tiles(8, 32, 32, 1, 3, 0, 4, 3)]
 PLAIN += [Tiles(16, 16, 64, 4, 1, 0, 4, 3, early=64), Tiles(32, 64, 64, 1, 2, 0, 4, 3)]
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("tiles", [*PLAIN, RowTiles(2, 64, 4), RowTiles(16, 256, 4), "stored"])
 @pytest.mark.parametrize(("rows", "features"), [(1, 50), (6, 514), (9, 96), (20, 300)])
