@@ -10,10 +10,9 @@ import logging
 import os
 import re
 import select
-import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -23,6 +22,7 @@ from specdec_cli import demo
 from specdec_cli.errors import Notice, UsageError
 from specdec_cli.prompts.choose import Choice, sampled, uneven
 from specdec_cli.prompts.dataset import sliced
+from specdec_cli.prompts.files import EXTENSIONS, GZIP_MAGIC, ONE_OBJECT, file_source
 from specdec_cli.prompts.hub import hub_source
 from specdec_cli.prompts.lines import BOM, Rows, json_rows, jsonl_rows, text_rows
 from specdec_cli.prompts.records import (
@@ -33,21 +33,13 @@ from specdec_cli.prompts.records import (
     columns_in_words,
     prompt_of,
 )
-from specdec_cli.prompts.tables import csv_source, parquet_source
 from specdec_cli.prompts.turns import NoSuchTurn, subtask
 from specdec_cli.prompts.types import BadRow, Prompt, Source
 from specdec_cli.recipe import DataSection
 from specdec_cli.text import counted, in_lines, of_many, one_line
 
-EXTENSIONS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
-
 _MAX_AHEAD = 20_000  # how many rows after the chosen ones to read for their categories
 _PATIENCE_S = 1.0  # seconds to wait for a pipe's first bytes
-_GZIP_MAGIC = b"\x1f\x8b"
-_ONE_OBJECT = (
-    'a .jsonl file has one JSON object per line, such as {"prompt": "..."}; --dataset FILE::KEY '
-    "(data.column) names another key for it"
-)
 _log = logging.getLogger("specdec")
 
 
@@ -88,7 +80,7 @@ def load_prompts(
     elif data.subset is not None:
         raise UsageError(f"{path}: a file has no subsets", "leave data.subset out")
     else:
-        source = opened.enter_context(_file_source(path, data.column))
+        source = opened.enter_context(file_source(path, data.column))
         source = replace(source, rows=sliced(iter(source.rows), data.split, path))
     with opened:
         rows = iter(source.rows)
@@ -151,7 +143,7 @@ def read_prompts(
         if not limit:
             return _numbered(found)
     if prompt_file is not None and prompt_file != "-":
-        with _file_source(prompt_file, None) as source:
+        with file_source(prompt_file, None) as source:
             found += _prompts_of(source, iter(source.rows), None, limit, skip_bad=skip_bad)
     elif prompt_file == "-" or not prompts:
         piped = _read_stdin(stdin, limit, skip_bad=skip_bad)
@@ -189,11 +181,11 @@ def _read_stdin(
     if not raw:  # stdin is empty, as with </dev/null in a batch job
         return []
     name = "standard input"
-    if raw.startswith(_GZIP_MAGIC):
+    if raw.startswith(GZIP_MAGIC):
         raise UsageError(f"{name}: is compressed with gzip", "unpack it first: gunzip -c")
     file = io.BytesIO(raw)
     if raw.removeprefix(BOM).lstrip().startswith(b"{"):
-        source = Source(name, jsonl_rows(file, name), hint=_ONE_OBJECT)
+        source = Source(name, jsonl_rows(file, name), hint=ONE_OBJECT)
     elif _is_json_list(raw):
         source = Source(name, json_rows(file, name))
     else:
@@ -234,70 +226,6 @@ def _is_file_name(path: str) -> bool:
     # An id is NAME or OWNER/NAME.
     is_path = path.startswith(("/", ".", "~")) or path.count("/") > 1 or "\\" in path or ":" in path
     return is_path or Path(path).suffix.lower() in EXTENSIONS
-
-
-@contextmanager
-def _file_source(name: str, column: str | None) -> Iterator[Source]:
-    """Open a file and provide its rows. The file is closed at the end of the `with` block. column:
-    the column that holds the prompts; None if it has one of the usual names (`PROMPT_KEYS`)."""
-    if not name.strip():  # from "$UNSET" in a script, for example
-        raise UsageError("the name of the prompt file is empty")
-    if "://" in name:
-        raise UsageError(f"{one_line(name)}: is a URL", "download it and name the file")
-    try:
-        path = Path(name)
-        mode = path.stat().st_mode
-        if stat.S_ISDIR(mode):
-            raise UsageError(
-                f"{name}: is a directory, not a prompt file",
-                "name a file in it; a folder of a dataset goes into the recipe's data.path",
-            )
-        if not stat.S_ISREG(mode):  # opening a pipe could wait forever
-            raise UsageError(
-                f"{name}: not a regular file", "pipe prompts into standard input instead"
-            )
-        file = path.open("rb")
-    except FileNotFoundError:
-        raise UsageError(f"{name}: no such prompt file") from None
-    except (OSError, ValueError) as error:
-        raise _unreadable(name, error) from None
-    with file:
-        if file.read(2) == _GZIP_MAGIC:
-            raise UsageError(f"{name}: is compressed with gzip", "unpack it first: gunzip")
-        file.seek(0)
-        try:
-            yield _source(file, path, name, column)
-        except OSError as error:  # a failing disk
-            raise _unreadable(name, error) from None
-
-
-def _unreadable(name: str, error: OSError | ValueError) -> UsageError:
-    why = error.strerror if isinstance(error, OSError) else "not a path"
-    return UsageError(f"{name!r}: cannot be read: {why}")
-
-
-def _source(file: BinaryIO, path: Path, name: str, column: str | None) -> Source:
-    match path.suffix.lower():
-        case ".txt":
-            if column is not None:
-                raise UsageError(f"{name}: a text file has no columns", "leave data.column out")
-            return Source(name, text_rows(file, name))
-        case ".jsonl":
-            return Source(name, jsonl_rows(file, name), hint=_ONE_OBJECT)
-        case ".json":
-            return Source(name, json_rows(file, name))
-        case ".csv":
-            return csv_source(file, name, ",")
-        case ".tsv":
-            return csv_source(file, name, "\t")
-        case ".parquet":
-            return parquet_source(path, name, column)
-        case other:
-            raise UsageError(
-                f"{name}: unknown extension {other or '(none)'!r}",
-                "known extensions are .txt (one prompt per line), .jsonl (one object per line), "
-                ".json (a list), .csv, .tsv and .parquet",
-            )
 
 
 def _prompts_of(
