@@ -17,7 +17,7 @@ from specdec_cli.text import one_line
 _PART = re.compile(r"(?:\[[^\[\]]*\]|[^:])*")
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]*://(?:[^/:]*:\d+(?=/|$))?")
-_SLICE = re.compile(r"train(?:\[(\d*):(\d*)\])?|train\[(\d+%)?:(\d+%)?\]")
+_SLICE = re.compile(r"(?:\[(\d*):(\d*)\])?|\[(\d+%)?:(\d+%)?\]")
 _FORM = "PATH, PATH:SPLIT or PATH:SPLIT:COLUMN, such as squad:train[:100]:question"
 
 
@@ -64,12 +64,24 @@ def sliced(rows: Rows, split: str | None, name: str) -> Rows:
     """
     if split is None:
         return rows
-    found = _SLICE.fullmatch(split)
-    if found is None:
+    part = split.removeprefix("train")
+    if part == split or not is_slice(part):
         raise UsageError(
             f"{name}: a file has no split {one_line(split)!r}",
             "its only split is train; a slice such as train[:100] is possible",
         )
+    return slice_of(rows, part)
+
+
+def is_slice(text: str) -> bool:
+    """Return True for a slice that `slice_of` reads: `[:100]`, `[50%:]`, or "" for all rows."""
+    return _SLICE.fullmatch(text) is not None
+
+
+def slice_of(rows: Rows, part: str) -> Rows:
+    """Return the rows in a slice. Those after it are not read if its bounds are numbers of rows."""
+    found = _SLICE.fullmatch(part)
+    assert found is not None
     first, last, first_percent, last_percent = found.groups()
     if not first_percent and not last_percent:
         return islice(rows, int(first or 0), int(last) if last else None)

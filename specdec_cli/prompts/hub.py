@@ -1,21 +1,33 @@
 """Reads Hugging Face datasets by id, and folders with the same layout, with the package `datasets`.
 
-Rows are converted to prompts elsewhere.
+The module `folders` reads a folder's files, unless they are compressed, of other formats or have
+settings of their own. Rows are converted to prompts elsewhere.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from specdec_cli.errors import SetupError, SpecdecError, UsageError
+from specdec_cli.prompts.folders import (
+    files_of,
+    only_split,
+    parts_of,
+    source_name,
+    source_of_files,
+    warn_of_unread,
+)
 from specdec_cli.prompts.lines import Rows
-from specdec_cli.prompts.tables import wanted
+from specdec_cli.prompts.records import BODY_KEY
+from specdec_cli.prompts.tables import wanted, without_nulls
 from specdec_cli.prompts.types import Source
-from specdec_cli.text import first_line, one_line
+from specdec_cli.text import one_line, reason_of
 
 _HUB_S = 10.0
 _CARD_BYTES = 1 << 20  # `datasets` parses only 100 KiB of settings per second
+_LIBRARIES = ("datasets", "huggingface_hub")
 
 
 def hub_source(
@@ -33,7 +45,6 @@ def hub_source(
     """
     try:
         import datasets
-        from huggingface_hub import HfApi
     except ImportError:
         raise SetupError(
             f"{path}: reading a dataset needs the package datasets", "pip install datasets"
@@ -41,21 +52,31 @@ def hub_source(
     if is_folder:
         _refuse_special_files(Path(path))
         _refuse_long_card(Path(path))
+    folder = Path(path) if is_folder else None
     with _quiet(datasets):
         try:
-            if not is_folder and not _is_cached(datasets, path):
-                # Fail at once if the hub has no such id; `datasets` would retry for half a minute.
-                HfApi().dataset_info(path, timeout=_HUB_S)
-            is_saved = is_folder and _is_saved(Path(path))
-            load = _from_disk if is_saved else _loaded
-            data = load(datasets, path, subset, split)
+            if folder is None:
+                folder = _downloaded(datasets, path)
+            if is_folder and _is_saved(Path(path)):
+                data = _from_disk(datasets, path, subset, split)
+            else:
+                place = path if folder is None else str(folder)
+                builder = datasets.load_dataset_builder(place, name=subset)
+                files = files_of(datasets, builder, folder, column) if folder else {}
+                if is_folder and files:
+                    warn_of_unread(builder, Path(path), files)
+                if files:
+                    return source_of_files(datasets, path, files, split, column)
+                data = _loaded(datasets, builder, path, place, subset, split)
         except (SpecdecError, MemoryError):
             raise
         except Exception as problem:
-            raise _refusal(path, problem, is_folder=is_folder) from problem
+            raise _refusal(path, problem, is_local=folder is not None) from problem
     columns = tuple(data.column_names)
-    name = f"{path}:{split}" if split is not None else path
-    return Source(name, _rows(data.select_columns(wanted(columns, column)), name), columns)
+    name = source_name(path, split)
+    rows = _rows(data.select_columns(wanted(columns, column)), name)
+    has_bodies = isinstance(data.features.get(BODY_KEY), dict)
+    return Source(name, rows, columns, has_bodies=has_bodies)
 
 
 def _refuse_special_files(folder: Path) -> None:
@@ -84,23 +105,40 @@ def _refuse_long_card(folder: Path) -> None:
             )
 
 
-def _loaded(datasets: Any, path: str, subset: str | None, split: str | None) -> Any:
-    builder = datasets.load_dataset_builder(path, name=subset)
+def _downloaded(datasets: Any, path: str) -> Path | None:
+    """Return the folder in the hub's cache with the files of a dataset's id. Return None if
+    `datasets` should read the id, because it has prepared its rows or because the hub has it.
+
+    Raises the hub's error at once if nobody has the dataset; `datasets` would retry for half a
+    minute. It does not read the hub's cache when the hub cannot be reached.
+    """
+    from datasets.naming import camelcase_to_snakecase
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    *owner, name = path.split("/")
+    prepared = "___".join([*owner, camelcase_to_snakecase(name)])
+    if Path(datasets.config.HF_DATASETS_CACHE, prepared).exists():
+        return None
+    try:
+        HfApi().dataset_info(path, timeout=_HUB_S)
+    except Exception as problem:
+        try:
+            return Path(snapshot_download(path, repo_type="dataset", local_files_only=True))
+        except LocalEntryNotFoundError:
+            raise problem from None
+    return None
+
+
+def _loaded(
+    datasets: Any, builder: Any, path: str, place: str, subset: str | None, split: str | None
+) -> Any:
     known = list(builder.info.splits or ())
     if split is None and len(known) == 1:
         split = known[0]
     # Some datasets list their splits only after `load_dataset` has prepared them.
-    data = datasets.load_dataset(path, name=subset, split=split)
-    return data if split is not None else data[_only_split(path, list(data))]
-
-
-def _is_cached(datasets: Any, path: str) -> bool:
-    """Return True if the local cache has files of the dataset with this id."""
-    from huggingface_hub import constants
-
-    prepared = Path(datasets.config.HF_DATASETS_CACHE, path.replace("/", "___"))
-    downloaded = Path(constants.HF_HUB_CACHE, f"datasets--{path.replace('/', '--')}")
-    return prepared.exists() or downloaded.exists()
+    data = datasets.load_dataset(place, name=subset, split=split)
+    return data if split is not None else data[only_split(path, list(data))]
 
 
 def _is_saved(folder: Path) -> bool:
@@ -115,45 +153,38 @@ def _from_disk(datasets: Any, path: str, subset: str | None, split: str | None) 
     data = datasets.load_from_disk(path)
     splits = data if isinstance(data, dict) else {str(data.split or "train"): data}
     if split is None:
-        return splits[_only_split(path, list(splits))]
+        return splits[only_split(path, list(splits))]
     sizes = {name: len(rows) for name, rows in splits.items()}
-    wanted_rows = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
     return datasets.concatenate_datasets(
-        [splits[part.splitname].select(range(part.from_, part.to)) for part in wanted_rows]
+        [
+            splits[part.splitname].select(range(part.from_, part.to))
+            for part in parts_of(datasets, split, sizes)
+        ]
     )
-
-
-def _only_split(path: str, known: list[str]) -> str:
-    if len(known) > 1:
-        raise UsageError(
-            f"{path}: the dataset has several splits: {', '.join(map(one_line, known))}",
-            f"choose one with data.split, or with {path}:{known[0]}",
-        )
-    return known[0]
 
 
 def _rows(data: Any, name: str) -> Rows:
     number = 0
     try:
         for number, record in enumerate(data, start=1):
-            yield f"{name}: row {number}", record
+            yield f"{name}: row {number}", without_nulls(record)
     except MemoryError:
         raise
     except Exception as problem:  # a damaged file can raise any exception
-        told = f"cannot be read: {one_line(first_line(problem))}"
+        told = f"cannot be read: {one_line(reason_of(problem))}"
         raise UsageError(f"{name}: row {number + 1}: {told}") from problem
 
 
-def _refusal(path: str, problem: Exception, *, is_folder: bool) -> SpecdecError:
+def _refusal(path: str, problem: Exception, *, is_local: bool) -> SpecdecError:
     kind = type(problem).__name__
     if type(problem) is ValueError:  # unknown split or subset; the error lists the known ones
         return UsageError(
             f"{path}: {' '.join(map(one_line, str(problem).split()))}",
             "name another data.split or data.subset",
         )
-    if is_folder or kind in ("DatasetGenerationError", "DataFilesNotFoundError"):
+    if is_local or kind in ("DatasetGenerationError", "DataFilesNotFoundError"):
         cause = problem.__cause__ or problem
-        why = one_line(first_line(cause))
+        why = one_line(reason_of(cause))
         return UsageError(f"{path}: cannot be read as a dataset: {why}")
     if kind in ("DatasetNotFoundError", "RepositoryNotFoundError"):
         return SetupError(
@@ -170,11 +201,17 @@ def _refusal(path: str, problem: Exception, *, is_folder: bool) -> SpecdecError:
 
 @contextmanager
 def _quiet(datasets: Any) -> Iterator[None]:
-    """Hide the library's progress bars on stderr."""
+    """Hide the progress bars and log lines of the libraries. Their errors are raised, too."""
     shown = datasets.utils.are_progress_bars_disabled() is False
     datasets.disable_progress_bars()
+    loggers = list(map(logging.getLogger, _LIBRARIES))
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
         if shown:
             datasets.enable_progress_bars()
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

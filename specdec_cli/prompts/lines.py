@@ -14,6 +14,7 @@ from specdec_cli.text import shown
 
 MAX_LINE_BYTES = 8 * 1024 * 1024
 BOM = b"\xef\xbb\xbf"
+HAS_NUL = "holds a NUL byte: a binary file, or UTF-16?"
 
 _TOO_LONG = f"longer than {MAX_LINE_BYTES // 2**20} MiB, not a prompt"
 _JSON_SPACE = " \t\r\n"
@@ -114,7 +115,7 @@ def decoded(raw: bytes) -> str | BadRow:
     if len(raw) > MAX_LINE_BYTES:
         return BadRow(_TOO_LONG)
     if b"\0" in raw:
-        return BadRow("holds a NUL byte: a binary file, or UTF-16?")
+        return BadRow(HAS_NUL)
     try:
         return raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:

@@ -272,7 +272,7 @@ def _prompts_of(
         raise UsageError(f"{name}: no conversation has {turn} turns", "set a smaller data.turn")
     if not found:
         all_bad = f": all {len(bad)} lines are bad; {bad[0]}" if bad else ""
-        start = f"{name}:1" if source.columns is None else name
+        start = f"{name}:1" if source.columns is None and source.is_file else name
         hint = source.hint if bad else "put a prompt into it, or name another file"
         raise UsageError(f"{start}: no prompts in it{all_bad}", hint)
     if bad:
@@ -291,7 +291,8 @@ def _check_columns(source: Source, column: str | None) -> None:
     listed = columns_in_words(source.columns)
     if column is not None and column not in source.columns:
         raise UsageError(f"{source.name}: no column {one_line(column)!r}: {listed}")
-    if column is None and not any(key in source.columns for key in PROMPT_KEYS):
+    has_prompts = source.has_bodies or any(key in source.columns for key in PROMPT_KEYS)
+    if column is None and not has_prompts:
         raise UsageError(
             f"{source.name}: none of the columns {', '.join(PROMPT_KEYS)}: {listed}",
             "name the one that holds the prompts with --dataset FILE::COLUMN (data.column)",

@@ -19,6 +19,7 @@ MESSAGES_KEY = "messages"
 IDS_KEY = "prompt_token_ids"
 CATEGORY_KEY = "category"
 CONVERSATION_KEY = "conversations"
+BODY_KEY = "body"  # holds the request in lines of an OpenAI batch
 PROMPT_KEYS = (*TEXT_KEYS, MESSAGES_KEY, IDS_KEY, CONVERSATION_KEY)
 SWITCHES_KEY = "chat_template_kwargs"
 TEMPLATE_KEYS = ("tools", "documents")  # arguments that transformers passes to chat templates
@@ -95,7 +96,7 @@ def prompt_of(row: object, column: str | None, turn: int = 1) -> Prompt:
     if not isinstance(row, Mapping):
         raise BadRow('should be a JSON object, such as {"prompt": "..."}')
     category, key = category_of(row), column if column is not None else _key_of(row)
-    if key is None and isinstance(inner := row.get("body"), Mapping):
+    if key is None and isinstance(inner := row.get(BODY_KEY), Mapping):
         row, key = inner, _key_of(inner)
     if key is None:
         known = f"none of the keys {', '.join(PROMPT_KEYS)}"
@@ -137,6 +138,8 @@ def _is_given(value: object, kind: type = object) -> bool:
 def _of_value(value: object, key: str, turn: int) -> Prompt:
     """Read the prompt from the value of a column."""
     name = one_line(key)
+    if key == "turns" and isinstance(value, str) and value.lstrip().startswith("["):
+        value = _parsed(value, name)
     first = value[0] if isinstance(value, list) and value else None
     if key == CONVERSATION_KEY or (isinstance(first, Mapping) and "from" in first):
         return Prompt(0, None, messages=_messages(shared_conversation(value, turn), name))
@@ -172,16 +175,21 @@ def _template_of(row: Mapping[str, object]) -> dict[str, object]:
     for key in (SWITCHES_KEY, *TEMPLATE_KEYS):
         value, kind = row.get(key), dict if key == SWITCHES_KEY else list
         if isinstance(value, str) and value:
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError):
-                raise BadRow(f"{key} is not JSON") from None
+            value = _parsed(value, key)
         if value and not isinstance(value, kind):
             what = "an object" if kind is dict else "a list"
             raise BadRow(f"{key} should be {what}, not {shown(value)}")
         if value:
             found |= value if isinstance(value, dict) else {key: value}
     return found
+
+
+def _parsed(text: str, key: str) -> object:
+    """Parse the JSON in a cell of a table."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise BadRow(f"{key} is not JSON") from None
 
 
 def columns_in_words(columns: tuple[str, ...]) -> str:

@@ -3,14 +3,14 @@
 import csv
 import io
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from specdec_cli.errors import SetupError, UsageError
-from specdec_cli.prompts.lines import MAX_LINE_BYTES, Rows
-from specdec_cli.prompts.records import MORE_KEYS, PROMPT_KEYS
+from specdec_cli.prompts.lines import HAS_NUL, MAX_LINE_BYTES, Rows
+from specdec_cli.prompts.records import BODY_KEY, MORE_KEYS, PROMPT_KEYS
 from specdec_cli.prompts.turns import LATER_KEY
 from specdec_cli.prompts.types import BadRow, Source
 from specdec_cli.text import first_line, is_unicode, one_line
@@ -18,6 +18,7 @@ from specdec_cli.text import first_line, is_unicode, one_line
 NEEDS_DATASETS = "install it with `pip install datasets`"
 
 _BATCH_ROWS = 1024
+_OPEN_QUOTE = "unexpected end of data"  # from the csv module
 
 
 def csv_source(file: BinaryIO, name: str, delimiter: str) -> Source:
@@ -33,10 +34,17 @@ def csv_source(file: BinaryIO, name: str, delimiter: str) -> Source:
         raise UsageError(f"{name}:1: not a table: {error}") from None
     if not header:
         raise UsageError(f"{name}:1: no header line with the names of the columns")
-    if len(set(header)) < len(header):
-        (twice, _), *_ = Counter(header).most_common(1)
-        raise UsageError(f"{name}:1: two columns are called {one_line(twice)!r}")
+    if any("\0" in cell for cell in header):
+        raise UsageError(f"{name}:1: {HAS_NUL}")
+    _refuse_twins(header, f"{name}:1")
     return Source(name, _csv_rows(reader, header, name), tuple(header))
+
+
+def _refuse_twins(columns: Sequence[str], where: str) -> None:
+    """Raise `UsageError` if two columns have one name, since only the last could be read."""
+    if len(set(columns)) < len(columns):
+        (twice, _), *_ = Counter(columns).most_common(1)
+        raise UsageError(f"{where}: two columns are called {one_line(twice)!r}")
 
 
 def _csv_rows(reader: Any, header: Sequence[str], name: str) -> Rows:
@@ -48,6 +56,9 @@ def _csv_rows(reader: Any, header: Sequence[str], name: str) -> Rows:
         except StopIteration:
             return
         except csv.Error as error:
+            if str(error) == _OPEN_QUOTE:  # the rest of the file was read as one cell
+                told = "a quote in this row is never closed, so the rest of the file is one cell"
+                raise UsageError(f"{where}: {told}", 'close it, or double it: ""') from None
             yield where, BadRow(f"not a row of the table: {error}")
             continue
         if not cells:  # a blank line
@@ -59,7 +70,7 @@ def _record(header: Sequence[str], cells: Sequence[str]) -> dict[str, str] | Bad
     if len(cells) != len(header):
         return BadRow(f"has {len(cells)} cells; the header names {len(header)} columns")
     if any("\0" in cell for cell in cells):
-        return BadRow("holds a NUL byte: a binary file, or UTF-16?")
+        return BadRow(HAS_NUL)
     if not all(map(is_unicode, cells)):
         return BadRow("not UTF-8 text")
     return dict(zip(header, cells, strict=True))
@@ -93,8 +104,12 @@ def parquet_source(path: Path, name: str, column: str | None) -> Source:
         raise UsageError(
             f"{name}: cannot be read as parquet: {one_line(first_line(error))}"
         ) from None
-    columns = tuple(file.schema_arrow.names)
-    return Source(name, _parquet_rows(file, name, wanted(columns, column)), columns)
+    schema = file.schema_arrow
+    columns = tuple(schema.names)
+    _refuse_twins(columns, name)
+    has_bodies = BODY_KEY in columns and pyarrow.types.is_struct(schema.field(BODY_KEY).type)
+    rows = _parquet_rows(file, name, wanted(columns, column))
+    return Source(name, rows, columns, has_bodies=has_bodies)
 
 
 def _parquet_rows(file: Any, name: str, columns: list[str]) -> Rows:
@@ -105,7 +120,7 @@ def _parquet_rows(file: Any, name: str, columns: list[str]) -> Rows:
         for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
             for record in batch.to_pylist():
                 number += 1
-                yield f"{name}: row {number}", record
+                yield f"{name}: row {number}", without_nulls(record)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         what = f"cannot be read as parquet: {one_line(first_line(error))}"
         raise UsageError(f"{name}: row {number + 1}: {what}") from None
@@ -117,5 +132,26 @@ def wanted(columns: Sequence[str], column: str | None) -> list[str]:
 
     column: the column with the prompt; None if it has one of the usual names (`PROMPT_KEYS`).
     """
-    own = (*PROMPT_KEYS, LATER_KEY) if column is None else (column,)
+    own = (*PROMPT_KEYS, LATER_KEY, BODY_KEY) if column is None else (column,)
     return [name for name in columns if name in (*own, *MORE_KEYS)]
+
+
+def without_nulls(record: Mapping[str, object]) -> dict[str, object]:
+    """Return a row of an Arrow table without the null members of the objects in it.
+
+    Arrow gives every object of a column the keys of all rows, such as the properties of other rows'
+    tools, with null for those that a row lacks. Columns and items of lists may be null. So may a
+    message's content, which templates read even if it is null.
+    """
+    return {name: _without_nulls(value) for name, value in record.items()}
+
+
+def _without_nulls(value: object) -> object:
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = "content" if isinstance(value.get("role"), str) else None
+    return {
+        key: _without_nulls(one) for key, one in value.items() if one is not None or key == kept
+    }

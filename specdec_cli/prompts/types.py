@@ -50,12 +50,16 @@ class Source:
         column name, or a `BadRow` if it could not be read.
     columns: the names of a table's columns; None if the source is not a table.
     hint: advice to show about bad rows; None for no advice.
+    is_file: whether the rows are of one file, or of a pipe.
+    has_bodies: whether a table has lines of an OpenAI batch, with the prompt in their `body`.
     """
 
     name: str
     rows: Iterable[tuple[str, object]]
     columns: tuple[str, ...] | None = None
     hint: str | None = None
+    is_file: bool = True
+    has_bodies: bool = False
 
 
 @dataclass(frozen=True, slots=True)

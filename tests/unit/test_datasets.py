@@ -1,5 +1,6 @@
 """`load_prompts`: every format, split, column and limit; malformed lines are elsewhere too."""
 
+import gzip
 import json
 import logging
 import os
@@ -170,13 +171,17 @@ BAD: dict[str, tuple[str, str]] = {
     "semicolons.csv": ("prompt;b\n1;2\n", "it has prompt;b"),
     "cells.csv": ("prompt,b\na,b\na\n", ":3: has 1 cells; the header names 2 columns"),
     "more-cells.csv": ("prompt\na\nb,c\n", ":3: has 2 cells; the header names 1 columns"),
-    "quote.csv": ('prompt\na\n"b\nc\n', ":3: not a row of the table: unexpected end of data"),
+    "quote.csv": ('prompt\na\n"b\nc\n', ":3: a quote in this row is never closed"),
     "inner-quote.csv": ('prompt\n"a" b\n', ":2: not a row of the table"),
     "blank.csv": ("prompt,x\na,1\n ,2\n", ":3: blank prompt"),
     "empty.csv": ("", ":1: no header line"),
     "header.csv": ("prompt\n", ": no prompts in it"),
     "twice.csv": ("prompt,prompt\na,b\n", ":1: two columns are called 'prompt'"),
     "nul.csv": ("prompt\na\0b\n", ":2: holds a NUL byte"),
+    "utf-16.csv": ("p\0r\0o\0m\0p\0t\0\n\0a\0", ":1: holds a NUL byte: a binary file, or UTF-16?"),
+    "turns.csv": ("turns\n[INST] a\n", ":2: turns is not JSON"),
+    "number-in-turns.csv": ('turns\n"[1, ""a""]"\n', ":2: turns should be text, turns"),
+    "body.csv": ("title,body\na,b\n", ": none of the columns prompt, question, instruction"),
     "number.json": ('["a",\n5]', ":2: should be a JSON object"),
     "mixed.json": ('[{"prompt": "a"},\n\n{"prompt": 5}]', ":3: prompt should be text"),
     "null.json": ('[{"prompt": "a"}, null]', ":1: should be a JSON object"),
@@ -271,6 +276,29 @@ def test_a_csv_goes_on_after_a_bad_row(tmp_path: Path, caplog: pytest.LogCapture
     assert "skipped 2 bad lines" in caplog.text
 
 
+def test_an_open_quote_takes_the_rest_of_a_csv(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.csv", 'prompt,x\na,1\n"b,2\nc,3\nd,4\n')
+    with pytest.raises(UsageError, match=r"p.csv:3: a quote in this row is never closed"):
+        load(path, skip_bad=True)
+    assert texts(load(path, limit=1)) == ["a"]
+
+
+def test_turns_in_cells(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.csv", 'turns\n"[""a"", ""b""]"\nc [1]\n')
+    assert [(prompt.text, prompt.later) for prompt in load(path)] == [("a", ("b",)), ("c [1]", ())]
+    assert texts(load(path, column="turns")) == ["a", "c [1]"]
+
+
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    twice = pyarrow.table([["a"], ["b"]], names=["prompt", "prompt"])
+    parquet.write_table(twice, tmp_path / "p.parquet")
+    with pytest.raises(UsageError, match=r"p\.parquet: two columns are called 'prompt'"):
+        load(tmp_path / "p.parquet")
+
+
 # Datasets by id, and folders laid out like one
 
 
@@ -294,13 +322,150 @@ def test_a_dataset_folder(cache: Path) -> None:
     for keys, words in [
         ({}, "has several splits: train, test"),
         ({"split": "dev"}, "Unknown split \"dev\". Should be one of ['train', 'test']"),
-        ({"split": "train", "column": "answer"}, "no column 'answer': it has id, question"),
-        ({"split": "train", "column": "id"}, "row 1: id should be text"),
+        ({"split": "train", "column": "answer"}, 'l:1: has no column "answer": it has id, ques'),
+        ({"split": "train", "column": "id"}, "d/train.jsonl:1: id should be text"),
         ({"subset": "main"}, "BuilderConfig 'main' not found. Available: ['default']"),
     ]:
         with pytest.raises(UsageError) as refused:
             load(folder, **keys)
         assert words in refused.value.message
+
+
+# Files that `datasets` would read differently: types are guessed, NA is null, lines may be blank.
+LIKE_FILES = {
+    "p.csv": "prompt,category\nNA,01\n7,null\n",
+    "p.tsv": "prompt\tcategory\nNA\t01\n7\tnull\n",
+    "p.txt": "a\n\n b \n",
+    "p.jsonl": '{"prompt": "a", "category": 1}\n{"prompt": "b", "category": "01"}\n',
+    "p.json": '["a", "b"]',
+    "p.parquet": "",
+}
+
+
+@pytest.mark.parametrize("name", LIKE_FILES)
+def test_a_folder_reads_like_its_file(name: str, cache: Path) -> None:
+    folder = cache / "d"
+    folder.mkdir()
+    path = table(folder, "parquet") if name == "p.parquet" else folder / name
+    if content := LIKE_FILES[name]:
+        write(path, content)
+    found = load(folder)
+    assert found == load(path) and len(found) > 1
+    assert [prompt.where for prompt in found] == [prompt.where for prompt in load(path)]
+    assert load(folder, split="train[1:]") == load(path, split="train[1:]")
+    path.write_bytes(b"")
+    with pytest.raises(UsageError) as refused:
+        load(folder)
+    assert refused.value.message.startswith(str(folder))
+
+
+def test_the_splits_of_a_folder(cache: Path) -> None:
+    folder = cache / "d"
+    (folder / "data").mkdir(parents=True)
+    for split, part, rows in [("train", 0, "abc"), ("train", 1, "de"), ("test", 0, "fg")]:
+        name = f"{split}-0000{part}-of-0000{2 if split == 'train' else 1}.csv"
+        write(folder / "data" / name, "prompt\n" + "\n".join(rows))
+    for split, rows in [
+        *(("train", "abcde"), ("train[1:4]", "bcd"), ("train[80%:]", "e"), ("train[-2:]", "de")),
+        *(("test+train[:1]", "fga"), ("all", "abcdefg")),
+    ]:
+        assert "".join(prompt.text or "" for prompt in load(folder, split=split)) == rows
+    write(folder / "data" / "train-00001-of-00002.csv", "prompt\na,b\n")
+    assert len(load(folder, split="train[:3]")) == 3  # the rest is not read
+
+
+def test_files_of_a_folder_that_are_left_out(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = cache / "d"
+    folder.mkdir()
+    for name in ("a.jsonl", "b.jsonl", ".c.csv", "config.json"):
+        write(folder / name, '{"prompt": "x"}\n')
+    assert len(load(folder)) == 2 and not caplog.records
+    for name in ("d.csv", "e.txt"):
+        write(folder / name, "prompt\n")
+        assert len(load(folder)) == 2
+    told = [record.getMessage() for record in caplog.records]
+    has = "the dataset has a.jsonl and 1 more"
+    assert told == [f"{folder}: left out {out}: {has}" for out in ("d.csv", "d.csv and 1 more")]
+    configs = "[{config_name: x, data_files: a.jsonl}, {config_name: y, data_files: d.csv}]"
+    write(folder / "README.md", f"---\nconfigs: {configs}\n---\n")
+    caplog.clear()
+    assert len(load(folder, subset="x")) == 1 and not caplog.records
+
+
+def test_settings_of_files_are_followed(cache: Path) -> None:
+    folder = cache / "d"
+    folder.mkdir()
+    write(folder / "p.csv", "prompt;x\na,b;1\n")
+    configs = "configs: [{config_name: x, data_files: p.csv, sep: ';'}]"
+    write(folder / "README.md", f"---\n{configs}\n---\n")
+    assert texts(load(folder)) == ["a,b"]
+    (folder / "p.csv").unlink()
+    (folder / "README.md").unlink()
+    (folder / "p.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}\n'))
+    assert texts(load(folder)) == ["a"]
+    (folder / "p.jsonl.gz").unlink()
+    write(folder / "p.txt", "a\nb")
+    assert texts(load(folder, column="text")) == ["a", "b"]
+
+
+# Rows with objects of different keys, and lines of an OpenAI batch.
+ASKED = {"role": "user", "content": "a"}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"arguments": {"city": "Rome"}}]}
+OTHER = {"role": "assistant", "content": None, "tool_calls": [{"arguments": {"x": [None, 1]}}]}
+UNION: dict[str, list[dict[str, Any]]] = {
+    "switches": [
+        {"prompt": "a", "chat_template_kwargs": {"thinking": False}},
+        {"prompt": "a", "chat_template_kwargs": {"other": 1}},
+        {"prompt": "a", "chat_template_kwargs": None},
+    ],
+    "tools": [{"prompt": "a", "tools": [{"properties": {n: {"type": n}}}]} for n in "xy"],
+    "calls": [{"messages": [ASKED, one, {**ASKED, "name": "n"}]} for one in (CALL, OTHER)],
+    "batch": [{"custom_id": "1", "body": {"messages": [ASKED], "max_tokens": 5}}],
+}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved", "arrow"])
+@pytest.mark.parametrize("rows", UNION)
+def test_keys_of_other_rows_are_not_given(rows: str, kind: str, cache: Path) -> None:
+    import datasets
+
+    lines = write(cache / "p.jsonl", "".join(json.dumps(row) + "\n" for row in UNION[rows]))
+    whole, path = datasets.Dataset.from_list(UNION[rows]), cache / "d"
+    if kind == "parquet":
+        path = cache / "p.parquet"
+        whole.to_parquet(path)
+    else:
+        whole.save_to_disk(path)
+    if kind == "arrow":
+        (path / "state.json").unlink()
+        (path / "dataset_info.json").unlink()
+    assert load(path) == load(lines)
+
+
+def test_only_our_errors_are_shown(cache: Path) -> None:
+    import datasets
+
+    heard: list[logging.LogRecord] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record)
+
+    folder, logger, ear = cache / "d", logging.getLogger("datasets"), Ear()
+    folder.mkdir()
+    (folder / "p.jsonl.gz").write_bytes(gzip.compress(b"{no"))
+    logger.addHandler(ear)
+    before = logger.level
+    try:
+        with pytest.raises(datasets.exceptions.DatasetGenerationError):
+            datasets.load_dataset(str(folder))
+        assert heard
+        heard.clear()
+        with pytest.raises(UsageError, match=r"d: cannot be read as a dataset: \S"):
+            load(folder)
+    finally:
+        logger.removeHandler(ear)
+    assert not heard and logger.level == before
 
 
 def test_pipes_and_devices_in_a_dataset_are_not_read(cache: Path) -> None:
@@ -400,11 +565,33 @@ def test_a_hub_out_of_reach_is_asked_once(cache: Path, monkeypatch: pytest.Monke
     with pytest.raises(SetupError, match="could not be downloaded"):
         load("owner/name")
     assert len(asked) == 1
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
-    (cache / "datasets--owner--name").mkdir()
+    (cache / "cache" / "owner___my_name").mkdir(parents=True)
     with pytest.raises(SetupError, match="could not be downloaded"):
-        load("owner/name")  # `datasets` looks into its cache
-    assert asked[1:] == [("owner/name",)]
+        load("owner/MyName")  # `datasets` looks into its cache
+    assert asked[1:] == [("owner/MyName",)]
+
+
+def test_what_the_hubs_client_downloaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def out_of_reach(*arguments: object, **more: object) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", out_of_reach)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache / "hub"))
+    folder = cache / "hub" / "datasets--owner--name"
+    snapshot = folder / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    write(folder / "refs" / "main", "0" * 40)
+    write(folder / "rows", "prompt\nNA\n")
+    (snapshot / "train.csv").symlink_to(folder / "rows")
+    assert texts(load("owner/name")) == ["NA"]
+    (snapshot / "test.csv").symlink_to(folder / "rows")
+    with pytest.raises(UsageError) as refused:
+        load("owner/name")
+    assert refused.value.message == "owner/name: the dataset has several splits: train, test"
+    assert texts(load("owner/name", split="test")) == ["NA"]
 
 
 @pytest.mark.parametrize("path", ["missing.jsonl", "./x", "/a/b", "a/b/c", "x:y", "a\\b"])
