@@ -27,6 +27,7 @@ _MODELS, _PROMPTS, _DECODING = "Models", "Prompts", "Decoding"
 _RUN, _OUTPUT = "Run", "Recipe and output"
 _K = "num_speculative_tokens"
 _METHOD = "speculation.method"
+_DRAFT_TP = "draft.tensor_parallel_size"
 _SUCH_AS = {
     "--set": "--set sampling.top_p=0.9",
     "--template": "--template enable_thinking=false",
@@ -192,7 +193,7 @@ _KEYS: Final[Mapping[str, str]] = {
     "target": "target.model",
     "draft": "draft.model",
     "target_tp": "target.tensor_parallel_size",
-    "draft_tp": "draft.tensor_parallel_size",
+    "draft_tp": _DRAFT_TP,
     "dtype": "*.dtype",
     "prompt_file": "data.path",
     "dataset": "data.path",
@@ -320,10 +321,20 @@ class Asked:
         names_method = _METHOD in parse_sets(all_sets) or options.get("method") is not None
         return with_sampling(with_method(found, is_free=is_free and not names_method))
 
-    def warn_of_unused(self, resolved: "specdec_cli.recipe.Recipe", *, has_draft: bool) -> None:
-        """Warn the user about proposal options that have no effect with the recipe's method."""
+    def warn_of_unused(
+        self,
+        *recipes: "specdec_cli.recipe.Recipe",
+        has_draft: bool,
+        draft_tp: object = None,
+    ) -> None:
+        """Warn the user about proposal options that have no effect with the recipe's method.
+
+        recipes: the resolved recipes, one for each draft.
+        draft_tp: the value of --draft-tp, if the command has its own option.
+        """
         from specdec_cli.recipe.choices.registry import NONE, weights_from
 
+        resolved = recipes[0]
         method, k = resolved.speculation.method, self.given.get(_K)
         if not self.is_heard:
             return
@@ -332,6 +343,14 @@ class Asked:
         elif k and method == NONE:
             why = "speculation.method is none" if resolved.draft else "the recipe has no draft"
             typer.echo(f"warning: -k {k} has no effect: {why}", err=True)
+        option = self.given.get("draft_tp", draft_tp)
+        degree = parse_sets(self.sets or ()).get(_DRAFT_TP) if option is None else option
+        used = {"target": resolved.target.tensor_parallel_size, "draft": degree}
+        all_used = [used.get(weights_from(one.speculation.method)) for one in recipes]
+        if degree is not None and degree not in all_used:
+            name = _DRAFT_TP if option is None else OPTION_KEYS["draft_tp"][0]
+            told = f"{name} has no effect: speculation.method is {method}"
+            typer.echo(f"warning: {told}", err=True)
 
     def warn_of_servers(self, *, starts: bool) -> None:
         """Warn the user about options that have no effect on servers.
@@ -416,10 +435,13 @@ def resolve(
     if proposer is None:
         proposer, origin = given.get("draft.model"), "--set"
     if isinstance(proposer, str) and without_draft(proposer):
-        overrides = {k: v for k, v in overrides.items() if not k.startswith("draft.")}
-        overrides |= {"draft": None, _METHOD: proposer}
+        # The recipe checks the number of ranks; the other keys of a draft mean nothing.
+        dropped = {key for key in (*given, *_KEYS.values()) if key.startswith("draft.")}
+        dropped.discard(_DRAFT_TP)
+        overrides = {k: v for k, v in overrides.items() if k not in dropped}
+        overrides |= {"draft": {"model": proposer}, _METHOD: proposer}
         origins |= {"draft": origin, _METHOD: origin}
-        options = {k: v for k, v in options.items() if not OPTION_KEYS[k][1].startswith("draft.")}
+        options = {k: v for k, v in options.items() if OPTION_KEYS[k][1] not in dropped}
     for name, (flag, key) in OPTION_KEYS.items():
         if (value := options.get(name)) is not None:
             overrides[key] = value

@@ -209,7 +209,7 @@ def sweep_k(
         )
         sizes = sizes if is_native else [0]
         sizes = sizes if load.max_concurrency is None else [load.max_concurrency]
-    asked.warn_of_unused(recipes[0], has_draft=bool(draft))
+    asked.warn_of_unused(*recipes, has_draft=bool(draft))
     serves = recipes[0].engine.kind != "native" and named is None
     if named is not None or serves:
         asked.warn_of_servers(starts=serves)

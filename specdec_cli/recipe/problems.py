@@ -34,7 +34,7 @@ def place(error: ErrorDetails) -> KeyPath:
         # Only the section `target` is required. Name its required key, which the user has to write.
         return (*path, "model")
     key = error.get("ctx", {}).get("key")
-    return (*path, key) if isinstance(key, str) else path
+    return (*path, *key.split(".")) if isinstance(key, str) else path
 
 
 def describe(error: ErrorDetails) -> str:

@@ -23,6 +23,21 @@ from specdec_cli.recipe.sections import (
     SamplingSection,
     SpeculationSection,
 )
+from specdec_cli.text import counted
+
+
+def _check_ranks_inside(method: object, target: object, draft: object) -> None:
+    """Raise an error if a draft in the target's checkpoint has other ranks than the target. One
+    rank is the default, which complete recipes have written out."""
+    sections = (section if isinstance(section, dict) else {} for section in (target, draft))
+    theirs, ours = (section.get("tensor_parallel_size", 1) for section in sections)
+    if weights_from(method) == "target" and type(ours) is int and ours not in (1, theirs):
+        told = (
+            f"is {ours}, but the draft of {method} is in the target, which has "
+            f"{counted(theirs, 'rank')} (target.tensor_parallel_size)"
+        )
+        key = "draft.tensor_parallel_size"
+        raise PydanticCustomError("ranks", "{told}", {"key": key, "told": told})
 
 
 class Recipe(Section):
@@ -53,6 +68,8 @@ class Recipe(Section):
 
         If there is no draft section, use the method "none", which is plain decoding, in two cases:
         no method is set, or the method needs a draft but k is 0.
+
+        Raises an error if a draft in the target's checkpoint has other ranks than the target.
         """
         if not isinstance(data, dict):
             return data
@@ -61,11 +78,12 @@ class Recipe(Section):
             return data
         named = draft.get("model") if isinstance(draft, dict) else None
         is_method = isinstance(named, str) and without_draft(named)
-        if is_method and speculation.get("method", named) == named:
+        written = speculation.get("method", named if is_method else None)
+        _check_ranks_inside(written, data.get("target"), draft)
+        if is_method and written == named:
             return {**data, "draft": None, "speculation": {**speculation, "method": named}}
         if draft is not None:
             return data
-        written = speculation.get("method")
         is_plain = speculation.get("num_speculative_tokens") == 0
         if "method" not in speculation or (weights_from(written) == "draft" and is_plain):
             return {**data, "speculation": {**speculation, "method": NONE}}

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ import specdec_cli.engine.build
 import specdec_cli.engine.plan
 import specdec_cli.models.description
 from specdec_cli import demo
+from specdec_cli.commands.options import Asked, resolve
+from specdec_cli.launch.world import Place
 from specdec_cli.models import description
 from specdec_cli.models.spec import ModelSpec
 from tests.cli.generate_helpers import (
@@ -537,6 +540,28 @@ def test_proposals_that_nobody_makes_are_warned_of(run: Run) -> None:
     other = ("--set", "speculation.method=ngram", "--draft", "demo:draft")
     said = "warning: --draft is not used: speculation.method is ngram\n"
     assert run(*alone, *other).err == said
+
+
+def test_ranks_of_a_draft_that_has_none(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = ("demo-ngram", "--prompt", "x", "--max-new-tokens", "1", "-q")
+    degree = "draft.tensor_parallel_size"
+    for given, name in [(("--draft-tp", "3"), "--draft-tp"), (("--set", f"{degree}=3"), degree)]:
+        said = f"warning: {name} has no effect: speculation.method is ngram\n"
+        assert run(*alone, "--draft", "ngram", *given).err == said
+    mtp = ("--draft", "mtp", "--target-tp", "2")
+    told = r"draft.tensor_parallel_size: is 3, but the draft of mtp is in the target, which has 2 "
+    refused_both_ways(run, 2, f"--draft-tp: {told}", *alone, *mtp, "--draft-tp", "3")
+    refused_both_ways(run, 2, f"--set: {told}", *alone, *mtp, "--set", f"{degree}=3")
+    asked = Asked(Place(("specdec_cli", "sweep-k"), None, None), {"draft_tp": 2})
+    ngram, both, one = (
+        resolve(None, None, {"target_tp": 2, "draft": draft, "draft_tp": tp})
+        for draft, tp in (("ngram", 2), ("mtp", 2), ("mtp", 1))
+    )
+    for recipes, is_warned in [((ngram, both), False), ((ngram,), True), ((both,), False)]:
+        asked.warn_of_unused(*recipes, has_draft=True)
+        assert ("--draft-tp has no effect" in capsys.readouterr().err) is is_warned
+    replace(asked, given={"draft_tp": 1}).warn_of_unused(one, has_draft=True)
+    assert "--draft-tp has no effect: speculation.method is mtp" in capsys.readouterr().err
 
 
 def test_a_draft_that_an_option_names_is_used_whatever_the_recipe_s_method(run: Run) -> None:

@@ -57,6 +57,8 @@ MALFORMED: dict[str, tuple[str | bytes, int, str]] = {
     "tp-zero": ("target:\n  model: t\n  tensor_parallel_size: 0\n", 3, "greater than or equal to 1"),
     "tp-does-not-divide": ("target: {model: t, tensor_parallel_size: 4}\ndraft:\n  model: d\n  tensor_parallel_size: 3\n", 4, "(3) should divide target.tensor_parallel_size (4)"),
     "share-split-otherwise": ("target: {model: t, tensor_parallel_size: 4}\ndraft:\n  model: d\n  share: [lm_head]\n", 4, "draft.tensor_parallel_size is 1"),
+    "ranks-in-the-target": ("target: {model: t, tensor_parallel_size: 2}\ndraft:\n  model: mtp\n  tensor_parallel_size: 4\n", 4, "is 4, but the draft of mtp is in the target, which has 2 ranks"),
+    "ranks-beside-mtp": (PAIR.replace("d}", "d, tensor_parallel_size: 2}") + "speculation: {method: mtp}\n", 2, "is 2, but the draft of mtp is in the target, which has 4 ranks"),
     "draft-without-model": (GOOD + "draft: {}\n", 2, "draft.model: is required"),
     "draft-empty-model": (GOOD + "draft: {model: ''}\n", 2, "draft.model: should not be empty"),
     "method-without-draft": (GOOD + "draft: null\nspeculation:\n  method: draft_model\n", 4, "draft_model needs a draft section"),
