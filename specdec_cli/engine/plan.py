@@ -295,6 +295,7 @@ def _as_target(target: Description, plan: Plan) -> Description:
     which hidden states and tensors of the target the plan's draft reads."""
     layers = plan.draft.feature_layers if plan.draft is not None else ()
     tensors = plan.draft.target_tensors if plan.draft is not None else None
+    tensors = tensors or target.draft_tensors
     return replace(target, reach=plan.max_model_len, hidden_layers=layers, draft_tensors=tensors)
 
 

@@ -182,6 +182,20 @@ def without(original: Path, folder: Path, dropped: str) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("case", ["target", "two", "mimo"])
+def test_tensors_that_the_config_declares_are_not_told(
+    case: str, request: pytest.FixtureRequest, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = request.getfixturevalue(case)
+    for k in (1, 0):
+        load_models(planned(folder, k))
+    load_models(drafting.planned(folder, "ngram", 2))
+    assert "will not be used" not in caplog.text
+    if case == "target":
+        load_models(planned(edited(folder, tmp_path / "less", num_nextn_predict_layers=None), 0))
+        assert "will not be used, first model.layers." in caplog.text
+
+
 @pytest.mark.parametrize("value", [None, 0])
 def test_a_target_that_promises_none_is_refused(target: Path, value: Any, tmp_path: Path) -> None:
     folder = edited(target, tmp_path / "none", num_nextn_predict_layers=value, num_mtp_layers=value)

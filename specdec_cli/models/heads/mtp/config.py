@@ -2,6 +2,7 @@
 projection with two norms, followed by a one-layer model of the target's family. No weights are
 read."""
 
+import re
 from collections.abc import Collection
 from copy import deepcopy
 from dataclasses import dataclass
@@ -192,6 +193,18 @@ def read_mtp_config(
         )
     sizes = int(config.hidden_size), int(config.vocab_size)
     return MtpConfig(name, count, *sizes, form, keys)
+
+
+def tensors_of_modules(name: str, place: Path, config: Any) -> re.Pattern[str] | None:
+    """Return a pattern for the names of the MTP modules' tensors in a target's files; None if its
+    config declares no modules. config: transformers' config of the target."""
+    try:
+        found = read_mtp_config(name, place, config, (), MtpKeys())
+    except SetupError:
+        return None
+    numbers = "|".join(str(found.form.number + index) for index in range(found.count))
+    layers = re.escape(found.form.layer).replace(r"\{\}", f"({numbers})")
+    return re.compile(rf"^{layers}|^(model\.)?mtp\.")
 
 
 def _count(form: Form, names: Collection[str]) -> int:

@@ -98,6 +98,7 @@ class MtpDraft:
         return (self.num_layers,)
 
     has_confidence: ClassVar[bool] = False
+    target_tensors: ClassVar[re.Pattern[str] | None] = None
 
     @property
     def has_experts(self) -> bool:
@@ -106,15 +107,6 @@ class MtpDraft:
     @property
     def max_k(self) -> int | None:
         return self.config.max_k
-
-    @property
-    def target_tensors(self) -> re.Pattern[str] | None:
-        if self.config.form is EXTRACTED:
-            return None
-        form = self.config.form
-        numbers = "|".join(str(form.number + index) for index in range(self.config.count))
-        layers = re.escape(form.layer).replace(r"\{\}", f"({numbers})")
-        return re.compile(f"^{layers}|^mtp[.]")
 
     @property
     def captured_width(self) -> int:
