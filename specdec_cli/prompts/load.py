@@ -106,11 +106,10 @@ def _unevenness(
     further: Counter[str | None] = Counter()
     is_whole = False
     with contextlib.suppress(UsageError):  # ignore the rest of a damaged file
-        ahead = list(islice(rows, _MAX_AHEAD + 1))
-        is_whole = len(ahead) <= _MAX_AHEAD
-        for _, row in ahead:
+        for _, row in islice(rows, _MAX_AHEAD):
             with contextlib.suppress(BadRow):
                 further[named(category_of(row))] += 1
+        is_whole = next(rows, None) is None
     return uneven(found, further, is_whole=is_whole)
 
 
