@@ -117,7 +117,7 @@ def _main(argv: Sequence[str] | None) -> int:
     outcome = _Outcome()
     held = io.StringIO()
     _forget_no_size()
-    with signals(is_last=argv is None) as asked:
+    with signals(is_last=argv is None) as asked, _whole_writes():
         holding = contextlib.redirect_stdout(held) if as_json else contextlib.nullcontext()
         with _streams(JSON_ESCAPES if as_json else "backslashreplace"), holding:
             place = _place(program, verbose, outcome)
@@ -281,7 +281,7 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
         )
     elif isinstance(error, FileNotFoundError) and (lost := _lost_folder(error)) is not None:
         outcome.fail(ExitCode.ENVIRONMENT, *lost)
-    elif isinstance(error, OSError) and (error.filename or error.errno in _MACHINE_ERRNOS):
+    elif isinstance(error, OSError) and (error.filename or _is_machines(error)):
         # An error without a file name comes from writing to stdout.
         said = f"cannot write the result: {error.strerror}"
         if error.filename:
@@ -313,11 +313,17 @@ def _lost_folder(error: FileNotFoundError) -> tuple[str, str] | None:
 # Shells report this exit code for a process that SIGPIPE ended because its reader closed the pipe.
 _PIPE_CLOSED = 128 + signal.SIGPIPE
 # Errors that the machine causes, not the run, such as a full disk. EBADF and EIO mean that a stream
-# cannot be written.
+# cannot be written, EFBIG that a file would exceed its limit (ulimit -f).
 _MACHINE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOMEM}
-    | {errno.EBADF, errno.EIO}
+    | {errno.EBADF, errno.EIO, errno.EFBIG}
 )
+
+
+def _is_machines(error: OSError) -> bool:
+    """Return True if the machine caused the error, not the run. Python tells the characters written
+    only if a stream that does not block, such as a full pipe, has not taken all of a text."""
+    return error.errno in _MACHINE_ERRNOS or hasattr(error, "characters_written")
 
 
 def _report(outcome: _Outcome, verbose: bool) -> None:
@@ -394,6 +400,22 @@ def _forget_no_size() -> None:
     for name in ("COLUMNS", "LINES"):
         if not re.fullmatch("0*[1-9][0-9]{0,4}", os.environ.get(name, "1")):
             del os.environ[name]
+
+
+@contextlib.contextmanager
+def _whole_writes() -> Iterator[None]:
+    """Buffer stdout by line in the block if it has no buffer (PYTHONUNBUFFERED). Without a buffer,
+    a text may be written in part, and Python drops the rest and raises no error."""
+    stdout = sys.stdout
+    if not isinstance(stdout, io.TextIOWrapper) or not isinstance(stdout.buffer, io.RawIOBase):
+        yield
+        return
+    number, encoding = stdout.fileno(), stdout.encoding
+    with open(number, "w", buffering=1, encoding=encoding, closefd=False) as sys.stdout:
+        try:
+            yield
+        finally:
+            sys.stdout = stdout
 
 
 @contextlib.contextmanager

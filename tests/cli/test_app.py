@@ -70,6 +70,8 @@ OUTCOMES: dict[str, tuple[BaseException, int, str | None]] = {
     "gpu-memory": (OutOfMemoryError("CUDA out of memory. Tried"), 5, "out of memory: CUDA out"),
     "cpu-memory": (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 5, "out of memory"),
     "disk-full": (OSError(errno.ENOSPC, "No space left on device", "/x"), 5, "No space left on"),
+    "large-file": (OSError(errno.EFBIG, "File too large"), 5, "cannot write the result: File too"),
+    "fork": (BlockingIOError(errno.EAGAIN, "no"), 1, "BlockingIOError: [Errno 11] no"),
     "forbidden": (PermissionError(errno.EACCES, "Permission denied", "/x"), 5, "Permission denied"),
     "no-temporary": (FileNotFoundError(2, "No usable temporary directory"), 5, "No usable temp"),
     "few-files": (RuntimeError("pipe: Too many open files"), 5, "RuntimeError: pipe: Too many"),
@@ -368,6 +370,23 @@ def test_disk_full(flags: tuple[str, ...]) -> None:
     assert done.returncode == 5
     assert "Traceback" not in done.stderr
     assert re.fullmatch("error: (cannot write the result: )?No space left on device\n", done.stderr)
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
+def test_output_that_is_written_in_part(
+    flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With PYTHONUNBUFFERED, as here, Python itself would drop the rest in silence."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)  # a pipe that is full takes no more
+    raw = io.FileIO(writing, "w")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, "utf-8", write_through=True))
+    with contextlib.closing(raw), open(reading, "rb"):
+        raw.write(b" " * (1 << 20))
+        os.read(reading, 4096)
+        assert main(["recipe", "schema", *flags]) == 5
+    told = capsys.readouterr().err
+    assert told == "error: cannot write the result: write could not complete without blocking\n"
 
 
 def test_output_that_cannot_be_written_to() -> None:
