@@ -2,6 +2,7 @@
 slow, so a signal can arrive before they are done. This module then ends the process with the exit
 code that the command line uses for that signal."""
 
+import contextlib
 import json
 import os
 import sys
@@ -29,12 +30,12 @@ def main() -> int:
 
 def _end(code: int, message: str, hint: str | None = None) -> NoReturn:
     """Print an error to stderr, and with --json also as a document to stdout. Then exit at once."""
-    if "--json" in sys.argv:
-        error = {"code": code, "message": message, "hint": hint}
-        print(json.dumps({"error": error}), flush=True)
-    print(
-        f"error: {message}{f'{chr(10)}hint: {hint}' if hint else ''}", file=sys.stderr, flush=True
-    )
+    told = f"error: {message}{f'{chr(10)}hint: {hint}' if hint else ''}"
+    with contextlib.suppress(OSError):  # such as that of a terminal that has closed
+        if "--json" in sys.argv:
+            error = {"code": code, "message": message, "hint": hint}
+            print(json.dumps({"error": error}), flush=True)
+        print(told, file=sys.stderr, flush=True)
     os._exit(code)
 
 

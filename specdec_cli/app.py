@@ -235,9 +235,12 @@ def _run(arguments: list[str], place: Place, outcome: _Outcome) -> None:
 def _blame_signal(asked: list[signal.Signals], outcome: _Outcome) -> None:
     """If a signal came before an unexpected error, report the signal instead of the error. The
     signal may have caused the error: during an import, transformers catches the exception that the
-    signal raises and raises a different one."""
-    is_foreseen = outcome.error is None or isinstance(outcome.error, (SpecdecError, OSError))
-    if asked and not is_foreseen:
+    signal raises and raises a different one. A terminal that closes sends SIGHUP, and what then
+    writes to it fails with EIO."""
+    error = outcome.error
+    is_foreseen = error is None or isinstance(error, (SpecdecError, OSError))
+    is_gone = isinstance(error, OSError) and error.errno == errno.EIO and not error.filename
+    if asked and (is_gone or not is_foreseen):
         if asked[-1] == signal.SIGINT:
             outcome.fail(ExitCode.SIGINT, "interrupted")
         else:

@@ -29,8 +29,8 @@ def signals(*, is_last: bool) -> Iterator[list[signal.Signals]]:
     A later one raises an exception again, because the clean-up may hang, or Python may have
     swallowed the first exception (it does so in a `__del__`).
 
-    is_last: whether the process ends after this block. If it does and a signal came, further
-        signals are ignored after the block.
+    is_last: whether the process ends after this block. If it does, signals are ignored after the
+        block.
     """
     taken: list[signal.Signals] = []
     asked: list[signal.Signals] = []
@@ -55,6 +55,28 @@ def signals(*, is_last: bool) -> Iterator[list[signal.Signals]]:
     try:
         yield asked
     finally:
-        is_ending = is_last and bool(asked)
         for number in taken:
-            signal.signal(number, signal.SIG_IGN if is_ending else _USUAL[number])
+            signal.signal(number, signal.SIG_IGN if is_last else _USUAL[number])
+
+
+@contextlib.contextmanager
+def postponed() -> Iterator[None]:
+    """Hold back signals that Python code handles until the block ends; the first of them counts.
+
+    A handler's exception would end the process where it meets C++ code that calls Python, as in an
+    import of torch.
+    """
+    came: list[int] = []
+    handlers = {}
+    with contextlib.suppress(ValueError):  # outside the main thread, as above
+        for number in _USUAL:
+            if callable(handler := signal.getsignal(number)):
+                handlers[number] = handler
+                signal.signal(number, lambda signum, _: came.append(signum))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])

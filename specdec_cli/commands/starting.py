@@ -18,6 +18,7 @@ from specdec_cli.core.address_space import address_space
 from specdec_cli.errors import SetupError
 from specdec_cli.launch.spinning import choose_spins
 from specdec_cli.launch.world import Place, World, join
+from specdec_cli.signals import postponed
 from specdec_cli.stages import begin_stage
 
 T = TypeVar("T")
@@ -55,7 +56,8 @@ def importing(device: str = "cpu") -> Iterator[None]:
         import specdec_cli.experiment.folders.settings_file  # noqa: F401
 
         choose_spins()
-        import torch  # noqa: F401
+        with postponed():
+            import torch  # noqa: F401
 
         if driver is not None:
             _begin_hashing()

@@ -21,6 +21,7 @@ from specdec_cli.app import app, main
 from specdec_cli.commands.options import Json, Verbose
 from specdec_cli.errors import ExitCode, RunError, SetupError, SpecdecError, UsageError
 from specdec_cli.experiment.folders.record_lines import to_json
+from specdec_cli.signals import _USUAL
 
 ROOT = Path(__file__).parents[2]
 Body = Callable[[], None]
@@ -287,6 +288,41 @@ def test_what_a_library_makes_of_a_signal(
     assert re.fullmatch("error: (interrupted|terminated)\n", capsys.readouterr().err)
 
 
+def test_a_terminal_that_closes_is_a_signal(
+    command: Callable[[Body], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What writes to it while the command cleans up fails, and the disk has not failed."""
+    for file, code, told in ((None, 143, "terminated"), ("/x", 5, "Input/output error: /x")):
+
+        def body(file: str | None = file) -> None:
+            try:
+                os.kill(os.getpid(), signal.SIGHUP)
+                time.sleep(5)
+            finally:
+                raise OSError(errno.EIO, "Input/output error", file)
+
+        command(body)
+        assert main(["boom"]) == code
+        assert capsys.readouterr().err == f"error: {told}\n"
+
+
+def test_a_signal_after_the_results_changes_nothing(
+    command: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit handlers of libraries run then, and an exception there is told as a traceback."""
+    left: list[object] = []
+    command(lambda: None)
+    monkeypatch.setattr(sys, "argv", ["specdec", "boom"])
+    leave = "specdec_cli.app._leave"
+    monkeypatch.setattr(leave, lambda _: left.extend(map(signal.getsignal, _USUAL)))
+    before = {number: signal.signal(number, usual) for number, usual in _USUAL.items()}
+    try:
+        assert main() == 0 and left == [signal.SIG_IGN] * 3
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_a_signal_much_later_is_another_request(
     command: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -459,6 +495,21 @@ def test_a_working_directory_that_is_gone(
 )
 def test_a_signal_while_it_begins(cause: str, code: int, message: str) -> None:
     """Only the entry point itself can catch a signal during imports."""
+    done = stopped_at_once(cause, stderr=subprocess.PIPE)
+    assert done.returncode == code and done.stderr == f"error: {message}\n"
+    document = {"error": {"code": code, "message": message, "hint": None}}
+    assert json.loads(done.stdout) == document
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_signal_while_it_begins_ends_it_though_nobody_can_be_told() -> None:
+    with open("/dev/full", "w") as full:
+        done = stopped_at_once("os.kill(os.getpid(), signal.SIGHUP)", stderr=full.fileno())
+    assert done.returncode == 143
+
+
+def stopped_at_once(cause: str, stderr: int) -> subprocess.CompletedProcess[str]:
+    """A command during whose imports `cause` happens."""
     program = f"""
 import os, signal, sys
 
@@ -471,16 +522,14 @@ sys.meta_path.insert(0, Stopping())
 from specdec_cli.__main__ import main
 sys.exit(main())
 """
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", program, "recipe", "ls", "--json"],
         cwd=ROOT,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         check=False,
     )
-    assert done.returncode == code and done.stderr == f"error: {message}\n"
-    document = {"error": {"code": code, "message": message, "hint": None}}
-    assert json.loads(done.stdout) == document
 
 
 def test_an_incomplete_installation_is_one_line() -> None:

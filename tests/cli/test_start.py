@@ -1,15 +1,24 @@
 """The log of a command's start."""
 
 import ctypes
+import os
 import re
+import signal
 import subprocess
+import sys
+import time
 from collections.abc import Callable
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from specdec_cli.app import main
+from specdec_cli.commands import starting
 from specdec_cli.commands.starting import _driver, _start_driver
+from specdec_cli.signals import signals
 from tests.cli.generate_helpers import command, environment
 
 pytestmark = pytest.mark.usefixtures("small_demo")
@@ -81,6 +90,39 @@ def test_without_a_driver_nothing_is_started(monkeypatch: pytest.MonkeyPatch) ->
     assert _driver() == "libcuda.so.1"
     monkeypatch.setattr("resource.getrlimit", lambda _: (2**40, 2**40))
     assert _driver() is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_for_the_import_of_torch(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception in it may abort the process. Two signals then are one."""
+    ended: list[bool] = []
+
+    class Torch(Loader):
+        def create_module(self, spec: ModuleSpec) -> None: ...
+
+        def exec_module(self, module: ModuleType) -> None:
+            for _ in range(2):
+                os.kill(os.getpid(), number)
+            time.sleep(0.01)
+            ended.append(True)
+
+    class Finder:
+        def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+            return ModuleSpec(name, Torch()) if name == "torch" else None
+
+    monkeypatch.setattr(starting, "choose_spins", lambda: None)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    for name in ("torch", "transformers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    before = signal.getsignal(number)
+    with signals(is_last=False) as asked:
+        end = KeyboardInterrupt if number == signal.SIGINT else SystemExit
+        with pytest.raises(end), starting.importing():
+            raise AssertionError("the block runs")
+        assert ended and asked == [number]
+    assert signal.getsignal(number) == before
 
 
 @pytest.mark.parametrize("name", ["generate", "sweep-k"])
