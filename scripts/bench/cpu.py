@@ -21,9 +21,16 @@ from specdec_cli.launch.spinning import choose_spins, told
 
 # The process ends with its parent, however the parent ends.
 HOG = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
-if "--hogs" in sys.argv:
-    for _ in range(int(sys.argv[sys.argv.index("--hogs") + 1])):
-        subprocess.Popen([sys.executable, "-c", HOG])
+PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+PARSER.add_argument("--prompts", type=int, default=4)
+PARSER.add_argument("--tokens", type=int, default=128)
+PARSER.add_argument("--repeats", type=int, default=5)
+PARSER.add_argument("--k", type=int, default=4)
+PARSER.add_argument("--recipe", default="demo")
+PARSER.add_argument("--hogs", type=int, default=0)
+ARGUMENTS = PARSER.parse_args()
+for _ in range(ARGUMENTS.hogs):
+    subprocess.Popen([sys.executable, "-c", HOG])
 choose_spins()
 
 import torch
@@ -37,17 +44,6 @@ from specdec_cli.models.held import borrowed_weights
 from specdec_cli.models.loader import load
 from specdec_cli.prompts import read_prompts
 from specdec_cli.recipe import load_recipe
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--k", type=int, default=4)
-    parser.add_argument("--recipe", default="demo")
-    parser.add_argument("--hogs", type=int, default=0)
-    return parser.parse_args()
 
 
 def theirs(planned: Plan, tokens: int, k: int) -> tuple[Callable[[list[int]], list[int]], ...]:
@@ -85,7 +81,7 @@ def theirs(planned: Plan, tokens: int, k: int) -> tuple[Callable[[list[int]], li
 
 
 def main() -> None:
-    args = arguments()
+    args = ARGUMENTS
     recipe = load_recipe(
         args.recipe,
         {

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from recipe_arguments import recipe_arguments
@@ -29,7 +30,7 @@ from specdec_cli.stages import FIRST_TOKEN
 
 _FIRST = "starting Python"
 _END = "the process's end"
-_STAGE = re.compile(r"DEBUG: [0-9.]+ s: (.+)")
+_STAGE = re.compile(r"debug: [0-9.]+ s: (.+)")
 _IMPORT = re.compile(r"import time: +([0-9]+) \| +[0-9]+ \| *([A-Za-z0-9_.]+)")
 _PROFILED = (
     "import cProfile, sys; from specdec_cli.app import main; p = cProfile.Profile(); "
@@ -56,10 +57,9 @@ def command_line(args: argparse.Namespace) -> list[str]:
     return ["generate", *asked, *sets, *args.arguments]
 
 
-def stages_of(command: list[str]) -> Times:
+def timed(command: list[str]) -> Times:
     """The seconds of each stage of a process, in order. Ends this process if that one fails."""
-    found, lines = Times(), list[str]()
-    stage, begun = _FIRST, time.perf_counter()
+    lines = list[str]()
     with subprocess.Popen(
         [sys.executable, "-m", "specdec_cli", *command],
         stdin=subprocess.DEVNULL,
@@ -68,15 +68,26 @@ def stages_of(command: list[str]) -> Times:
         text=True,
     ) as process:
         assert process.stderr is not None
-        for line in process.stderr:
-            lines.append(line)
-            if (told := _STAGE.match(line)) is not None:
-                now = time.perf_counter()
-                found[stage] = found.get(stage, 0.0) + now - begun
-                stage, begun = told[1], now
+        found = stages_of(process.stderr, lines)
     if process.returncode:
         sys.exit("".join(lines))
+    return found
+
+
+def stages_of(log: Iterable[str], lines: list[str]) -> Times:
+    """The seconds of each stage of a log whose lines come as they are written; they are added to
+    `lines`. Ends this process if the log names no first token."""
+    found = Times()
+    stage, begun = _FIRST, time.perf_counter()
+    for line in log:
+        lines.append(line)
+        if (told := _STAGE.match(line)) is not None:
+            now = time.perf_counter()
+            found[stage] = found.get(stage, 0.0) + now - begun
+            stage, begun = told[1], now
     found[stage] = found.get(stage, 0.0) + time.perf_counter() - begun
+    if FIRST_TOKEN not in found:
+        sys.exit("".join([*lines, f"error: the log names no stage {FIRST_TOKEN!r}"]))
     return found
 
 
@@ -124,9 +135,9 @@ def spread(values: list[float]) -> str:
 def main() -> None:
     args = arguments()
     command = command_line(args)
-    first = stages_of(command)
+    first = timed(command)
     print(f"first process: {to_first_token(first):.1f} s to the first token", flush=True)
-    found = [stages_of(command) for _ in range(args.repeats)]
+    found = [timed(command) for _ in range(args.repeats)]
     print("| stage | seconds | range |\n|---|---|---|")
     for stage in dict.fromkeys(stage for times in found for stage in times):
         if stage != FIRST_TOKEN:
@@ -142,4 +153,5 @@ def main() -> None:
         (args.profile / "start-functions.txt").write_text(profile(command))
 
 
-main()
+if __name__ == "__main__":
+    main()
