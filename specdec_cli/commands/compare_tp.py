@@ -175,11 +175,11 @@ def compare_tp_ranks(
         with importing():
             from specdec_cli.experiment.compare.worker import PairTask, measure
             from specdec_cli.experiment.folders.records import Point
-            from specdec_cli.terminal.render import say
+            from specdec_cli.terminal.render import can_redraw, say
             from specdec_cli.terminal.sweep import point_line
 
         def tell(point: Point) -> None:
-            if not quiet and not sys.stderr.isatty():
+            if not quiet and not can_redraw():
                 say(point_line(point))
 
         def missing() -> PairTask:

@@ -110,9 +110,16 @@ def has_colour(stream: TextIO) -> bool:
     return out.color_system is not None and not out.no_color
 
 
+def can_redraw() -> bool:
+    """Return True if stderr is a terminal on which bars and live tables appear. On one that cannot
+    move its cursor (TERM=dumb) rich shows none of them."""
+    out = console(sys.stderr)
+    return sys.stderr.isatty() and out.is_terminal and not out.is_dumb_terminal
+
+
 def progress_bar() -> Progress:
-    """Make a progress bar over prompts, on stderr. It draws nothing if stderr is not a terminal. It
-    can also be part of a `live_view`, which then draws it."""
+    """Make a progress bar over prompts, on stderr. It draws nothing if stderr cannot redraw. It can
+    also be part of a `live_view`, which then draws it."""
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -121,7 +128,7 @@ def progress_bar() -> Progress:
         console=console(sys.stderr),
         transient=True,
         redirect_stdout=False,  # otherwise rich would send what is printed on stdout to stderr
-        disable=not sys.stderr.isatty(),
+        disable=not can_redraw(),
     )
 
 

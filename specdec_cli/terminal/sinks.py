@@ -16,7 +16,15 @@ from specdec_cli.experiment.folders.generate_folder import SAMPLES, key_of
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.generation import Job, Output, output_of
 from specdec_cli.experiment.measure import sample_of
-from specdec_cli.terminal.render import ACCEPTED, HEADING, PROMPT, Ticker, console, progress_bar
+from specdec_cli.terminal.render import (
+    ACCEPTED,
+    HEADING,
+    PROMPT,
+    Ticker,
+    can_redraw,
+    console,
+    progress_bar,
+)
 from specdec_cli.text import inert
 
 
@@ -137,7 +145,7 @@ class PlainText(Sink):
 
 
 class PromptProgress(Sink):
-    """A progress bar over prompts on stderr, if that is a terminal."""
+    """A progress bar over prompts on stderr, if that is a terminal that can redraw."""
 
     def __init__(self, job: Job) -> None:
         self._bar = progress_bar()
@@ -166,7 +174,7 @@ class PromptProgress(Sink):
 
 class PromptLines(Sink):
     """Prints a run's progress on stderr after every half minute without output. It replaces the
-    progress bar if stderr is not a terminal."""
+    progress bar if stderr is not a terminal that can redraw."""
 
     def __init__(self, job: Job) -> None:
         self._total, self._done, self._tokens = len(job.prompts), 0, 0
@@ -220,7 +228,7 @@ def sinks_for(job: Job, folder: RunFolder | None, *, as_json: bool, quiet: bool)
         sinks.append(LiveText(job) if is_live else PlainText(job, bar))
     if bar is not None:
         sinks.append(bar)
-    if not quiet and not sys.stderr.isatty():
+    if not quiet and not can_redraw():
         sinks.append(PromptLines(job))
     return sinks
 

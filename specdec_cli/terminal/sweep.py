@@ -4,7 +4,6 @@ The results themselves are computed in `experiment.points`.
 """
 
 import math
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -138,10 +137,8 @@ class SweepTable(_Progress):
         }
         plain = {Pair.of(key): without_errors(of) for key, of in shown.items() if key.k == 0}
         has_degrees = any(key.target_tp is not None for key in shown)
-        table = render.plain_table(
-            *(("target TP", "draft TP") if has_degrees else ("draft",)),
-            *("batch", "k", "prompts", "tokens a round", "tokens/s", "x k = 0"),
-        )
+        names = ("target TP", "draft TP") if has_degrees else ("draft",)
+        rows = []
         for key in sorted(shown, key=lambda key: (Pair.of(key), key.draft or "", key.k)):
             own = without_errors(shown[key])
             draft = one_line((key.draft if key.k else None) or _NO_DRAFT)
@@ -153,25 +150,33 @@ class SweepTable(_Progress):
             gain = speedup(own, plain.get(Pair.of(key), {}))
             ratio = gain.value if gain is not None else math.nan
             is_result = math.isfinite(ratio) and not is_impossible(ratio, most_speedup(own))
-            table.add_row(
-                *((str(key.target_tp), str(key.draft_tp)) if has_degrees else (draft,)),
-                *(str(key.batch_size), str(key.k), str(len(shown[key]))),
-                f"{1 + accepted / max(1, drafts):.2f}",
-                f"{measured_speed(own.values()).value:.1f}",
-                f"{ratio:.2f}" if is_result else "",
+            rows.append(
+                (
+                    *((str(key.target_tp), str(key.draft_tp)) if has_degrees else (draft,)),
+                    *(str(key.batch_size), str(key.k), str(len(shown[key]))),
+                    f"{1 + accepted / max(1, drafts):.2f}",
+                    f"{measured_speed(own.values()).value:.1f}",
+                    f"{ratio:.2f}" if is_result else "",
+                )
             )
-        return Group(table, self._progress)
+        headings = (*names, "batch", "k", "prompts", "tokens a round", "tokens/s", "x k = 0")
+        columns = {heading: [row[i] for row in rows] for i, heading in enumerate(headings)}
+        spare = ["batch", "prompts", "tokens a round"]
+        width = self._progress.console.width
+        table = render.table_within(width, columns, spare=spare, names=["draft"])
+        # rich leaves out the last lines of what is higher than the terminal.
+        return Group(self._progress, table)
 
 
 def watcher(total: int, unseen: Callable[[], Iterable[Sample]] = tuple, *, quiet: bool) -> Watcher:
-    """Choose how to show progress: as a live table if stderr is a terminal, as lines if it is not,
-    and not at all if `quiet`.
+    """Choose how to show progress: as a live table if stderr is a terminal that can redraw, as
+    lines if it is not, and not at all if `quiet`.
 
     unseen: as for `_Progress`.
     """
     if quiet:
         return Watcher()
-    return (SweepTable if sys.stderr.isatty() else SweepLines)(total, unseen)
+    return (SweepTable if render.can_redraw() else SweepLines)(total, unseen)
 
 
 def point_line(point: Point) -> str:

@@ -1,5 +1,6 @@
 """`specdec sweep-k`: the document, the folder and interruptions."""
 
+import io
 import json
 import os
 import re
@@ -15,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from rich.live_render import LiveRender
 from rich.table import Table
 
 from specdec_cli import demo
@@ -27,8 +30,10 @@ from specdec_cli.experiment.folders.records import Key, Point
 from specdec_cli.experiment.folders.records import Sample as Record
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.machine import MachineWatch
+from specdec_cli.experiment.measure import Watcher
 from specdec_cli.report.folder import read_folder
-from specdec_cli.terminal.sweep import SweepTable, _first_token_line
+from specdec_cli.terminal.render import progress_bar
+from specdec_cli.terminal.sweep import SweepLines, SweepTable, _first_token_line, watcher
 from tests.cli.generate_helpers import Result, on_terminal, prompt_options
 from tests.cli.sweep_helpers import (
     Sample,
@@ -236,11 +241,41 @@ def test_live_speeds_are_over_the_prompts_that_both_had() -> None:
     for k, index, seconds in ((0, 0, 1.0), (0, 1, 3.0), (2, 0, 0.5), (2, 5, 9.0)):
         record = sample_record(k=k, index=index, batch_size=4, decode_seconds=[seconds])
         view.sample(Key("d", 4, k), Record.model_validate(record))
-    table = view._render().renderables[0]
+    table = view._render().renderables[1]
     assert isinstance(table, Table)
-    cells = {str(c.header): list(c.cells) for c in table.columns}
+    cells = {str(c.header): [str(cell) for cell in c.cells] for c in table.columns}
     assert (cells["draft"], cells["batch"], cells["k"]) == (["–", "d"], ["4", "4"], ["0", "2"])
     assert cells["x k = 0"] == ["1.00", "2.00"], "not 4, the ratio of all that was written"
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_live_table_on_a_small_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time left stays in sight of a table that is too high, and names of drafts are whole."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    view = SweepTable(90)
+    view._progress.update(view._task, description="measuring")
+    draft = "demo:smollm2-draft-of-many-steps-one"
+    for k in range(1, 25):
+        record = sample_record(k=k, index=0, batch_size=4, decode_seconds=[1.0])
+        view.sample(Key(draft, 4, k), Record.model_validate(record))
+    out = io.StringIO()
+    Console(file=out, width=width, height=24).print(LiveRender(view._render()))
+    first, _, *lines, cut = out.getvalue().splitlines()
+    assert first.startswith("measuring") and len(lines) == 21 and cut.strip() == "..."
+    assert draft in "".join(line.split()[0] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("term", "shown"), [("xterm", SweepTable), ("dumb", SweepLines), ("unknown", SweepLines)]
+)
+def test_a_terminal_that_cannot_redraw_gets_lines(
+    term: str, shown: type[Watcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    view = watcher(9, quiet=False)
+    view.close()
+    assert type(view) is shown and progress_bar().disable == (shown is SweepLines)
 
 
 # Greedy sweeps of one sequence are resumed after signals, below.

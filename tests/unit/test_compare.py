@@ -495,8 +495,8 @@ def test_the_live_table_shows_what_the_ranks_have_written(tmp_path: Path) -> Non
 
 def column(view: SweepTable, heading: str) -> list[str]:
     """The present cells of one column of the live table."""
-    table: Any = view._render().renderables[0]
-    return next(list(c.cells) for c in table.columns if c.header == heading)
+    table: Any = view._render().renderables[1]
+    return next([str(cell) for cell in c.cells] for c in table.columns if c.header == heading)
 
 
 def test_equal_degrees_are_run_first() -> None:
