@@ -4,6 +4,7 @@ Imports nothing of `specdec_cli`. That would import transformers, which looks fo
 `kernels`, finds the script of this folder, and runs its imports.
 """
 
+import sys
 import time
 from collections.abc import Callable
 from statistics import median
@@ -38,8 +39,10 @@ def read_rate(timed: Timed, device: str = "cuda", shape: tuple[int, int] = _MATR
     """TB/s at which a bf16 matrix is read to multiply it by a vector.
 
     The fastest median of the library's two ways and our own kernel, so that no pass reads its
-    weights faster than the floor says.
+    weights faster than the floor says. Ends this process if there is no GPU.
     """
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit("error: this measures a GPU, and torch finds none")
     matrix = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
     row = torch.empty(1, shape[1], dtype=torch.bfloat16, device=device).normal_()
     steps: list[Callable[[int], object]] = [

@@ -6,8 +6,9 @@ The sweeps are those of sweep_pages.py, which has their commands and draws the p
 method is shown at its own fastest k. Prices are those of scripts/bench/prices.py.
 """
 
+import argparse
+import functools
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -161,23 +162,29 @@ def written(page: str, name: str, lines: Iterable[str]) -> str:
 def main() -> None:
     by_name = {sweep.name: sweep for sweep in SWEEPS}
 
+    @functools.cache
     def points(name: str) -> By:
         with by_name[name].recomputed() as (content, _):
             return grouped(content.run.points)
 
-    greedy, sampled = points("smollm2"), points("smollm2-sampled")
     makers: dict[str, Callable[[], list[str]]] = {
-        "best": lambda: best(greedy, sampled),
-        "categories": lambda: categories(greedy, 1),
-        "categories-32": lambda: categories(greedy, 32),
-        "positions": lambda: positions(greedy, sampled),
+        "best": lambda: best(points("smollm2"), points("smollm2-sampled")),
+        "categories": lambda: categories(points("smollm2"), 1),
+        "categories-32": lambda: categories(points("smollm2"), 32),
+        "positions": lambda: positions(points("smollm2"), points("smollm2-sampled")),
         "prices": lambda: priced(by_name["smollm2"].folder / "run"),
         "cpu": lambda: best(points("smollm2-cpu"), points("smollm2-cpu-sampled")),
         "categories-cpu": lambda: categories(points("smollm2-cpu"), 1),
         "demo": lambda: lengths(points("demo-methods")),
     }
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    about = f"tables to write: {', '.join(makers)}; all if none is named"
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=about)
+    names = parser.parse_args().tables
+    if unknown := [name for name in names if name not in makers]:
+        parser.error(f"no table {unknown[0]!r}; {', '.join(makers)}")
     page = PAGE.read_text(encoding="utf-8")
-    for name in sys.argv[1:] or makers:
+    for name in names or makers:
         page = written(page, name, makers[name]())
     PAGE.write_text(page, encoding="utf-8")
 

@@ -17,13 +17,14 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("TRITON_F32_DEFAULT", "tf32x3")
 
 import work
-from vllm import LLM, SamplingParams
-from vllm.sampling_params import RequestOutputKind
 
 CACHE_BYTES = 4 << 30  # beside neighbours
 
 
 def start(what: work.Work, batch: int, longest: int) -> work.Started:
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
     speculation: dict[str, Any] | None = None
     if what.k:
         speculation = {"method": what.method, "num_speculative_tokens": what.k}

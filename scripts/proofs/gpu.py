@@ -192,6 +192,8 @@ def main() -> int:
     parser.add_argument("--graphs", choices=("auto", "off"), default="auto")
     parser.add_argument("--checks", type=named, default=list(CHECKS), help="NAME,...")
     given = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("error: these checks need a GPU, and torch finds none")
     asked = prompts()
     print(torch.cuda.get_device_name(), torch.__version__, f"{len(asked)} prompts x {NEW_TOKENS}")
     bad = sum(CHECKS[name](asked, given.graphs) for name in given.checks)

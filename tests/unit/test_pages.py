@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec_cli.core.figures import Metrics, Record
+from specdec_cli.core.figures import TTFT_PARTS, Metrics, Record
 from specdec_cli.experiment.folders import conclusions, records
 from specdec_cli.experiment.generation import Output
 from specdec_cli.experiment.served import _REMARKS as REMARKS
@@ -75,6 +75,11 @@ def test_every_code_of_a_warning_is_on_a_page() -> None:
     codes = {*re.findall(r'Notice\(\s*"(\w+)"', code), *REMARKS}
     told = {one for page in PAGES for one in re.findall(r"`(\w+)`", page.read_text("utf-8"))}
     assert len(codes) > 50 and codes - told == set()
+
+
+def test_parts_of_the_first_token_are_named_as_they_are_printed() -> None:
+    page = " ".join((ROOT / "docs" / "generate.md").read_text("utf-8").split())
+    assert not [part for part in TTFT_PARTS.values() if f"`{part}`" not in page]
 
 
 def test_the_number_of_families_is_that_of_the_tests() -> None:
