@@ -1,11 +1,14 @@
-"""Memory that loading takes beside the weights that it leaves: some matrices, no plain model."""
+"""Memory that loading takes beside the weights that it leaves: some matrices, never a plain model.
+
+This file, run as a program, prints the megabytes of the heap at most and at the end.
+"""
 
 import gc
 import json
+import subprocess
 import sys
 import threading
 import time
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -59,7 +62,6 @@ def heap() -> float:
 
 
 def measure(folder: Path, weights: str) -> dict[str, float]:
-    """MiB of the heap at most and at the end, and of the weights that are left."""
     spec = ModelSpec("target", str(folder), None, "bfloat16", "auto", weights=weights)
     about = describe(spec, CPU).within(256)
     gc.collect()  # the model before
@@ -87,12 +89,18 @@ def measure(folder: Path, weights: str) -> dict[str, float]:
 def test_loading_holds_no_plain_model(tmp_path: Path) -> None:
     """Stored weights of 56 and 108 MiB, which are 216 MiB in bf16 and 432 in fp32."""
     cases = {"gptq": "stored", "plain": "fp8"}
-    given = [(write(tmp_path / kind, kind), weights) for kind, weights in cases.items()]
-    # A fork has imported all, and each loads into a heap that no other model has used.
-    context = get_context("fork")
-    with context.Pool(1, torch.set_num_threads, (1,), maxtasksperchild=1) as pool:
-        told = pool.starmap(measure, given, chunksize=1)
-    for found in told:
+    given = [f"{write(tmp_path / kind, kind)}={weights}" for kind, weights in cases.items()]
+    command = [sys.executable, "-m", "tests.engine.test_loading_memory", *given]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    for line in told.splitlines():
+        found = json.loads(line)
         assert found["held"] > 55, found
         assert found["most"] < found["held"] + 2 * LAYER, found
         assert found["end"] < found["held"] + LAYER / 4, found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for item in sys.argv[1:]:
+        name, _, form = item.partition("=")
+        print(json.dumps(measure(Path(name), form)))

@@ -292,7 +292,7 @@ def test_a_draft_cannot_borrow_a_stored_head(tmp_path: Path) -> None:
 
 def test_times_are_estimated_from_stored_bytes(tmp_path: Path) -> None:
     kept, numbers = pair(tmp_path, "mixtral")
-    ours, theirs = _shape_of(described(kept)), _shape_of(description(numbers))
+    ours, theirs = _shape_of(described(kept), 1), _shape_of(description(numbers), 1)
     assert ours.parameters == pytest.approx(theirs.parameters, rel=0.05)
     assert 0.25 < ours.experts / theirs.experts < 0.27, "a byte a number, and scales"
     assert 0.25 < ours.always / theirs.always < 0.35
