@@ -26,7 +26,7 @@ from specdec_cli.engine.pairing import (
     tokenizer_of,
 )
 from specdec_cli.errors import Notice, UsageError
-from specdec_cli.methods.registry import method_of
+from specdec_cli.methods.registry import draft_tensors_of, method_of
 from specdec_cli.models.description import Description, DraftPlace, describe
 from specdec_cli.models.draft import Draft
 from specdec_cli.models.draft_form import with_method
@@ -292,10 +292,10 @@ def _plan_on(
 
 def _as_target(target: Description, plan: Plan) -> Description:
     """Return a copy of the target's description that also states the plan's context length, and
-    which hidden states and tensors of the target the plan's draft reads."""
+    which hidden states the plan's draft reads and which tensors are a draft's."""
     layers = plan.draft.feature_layers if plan.draft is not None else ()
     tensors = plan.draft.target_tensors if plan.draft is not None else None
-    tensors = tensors or target.draft_tensors
+    tensors = tensors or draft_tensors_of(target)
     return replace(target, reach=plan.max_model_len, hidden_layers=layers, draft_tensors=tensors)
 
 

@@ -1,11 +1,13 @@
 """The interface between a round and a proposer. A proposer reads `BatchState`. If it uses only
 tensor operations, it is captured into a CUDA graph with the rest of the round."""
 
+import re
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Values
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -83,6 +85,9 @@ class Method:
     can_share: the weights that `draft.share` may name for the method's kind of draft.
     check: adapts the description of a transformers model to the method. It raises `SetupError` if
         the method cannot run the model. None if nothing needs to be adapted.
+    tensors_in_target: returns a pattern for the names of a draft's tensors in a target's files, or
+        None if the target's config declares no such draft. Called with the target's name, folder
+        and transformers config. None if the method reads no draft there.
     """
 
     make: Callable[[MethodParts], "Proposer"]
@@ -91,6 +96,7 @@ class Method:
     runs_on_host: bool = False
     can_share: tuple[str, ...] = ()
     check: Callable[[Description], Description] | None = None
+    tensors_in_target: Callable[[str, Path, Any], re.Pattern[str] | None] | None = None
 
 
 def text_bytes(size: RoundSize) -> MethodBytes:

@@ -16,6 +16,7 @@ from specdec_cli.methods import step_head
 from specdec_cli.methods.base import Method, MethodParts, Proposer
 from specdec_cli.methods.step_head import StepHead
 from specdec_cli.models.heads.mtp.chain import MtpChain
+from specdec_cli.models.heads.mtp.config import tensors_of_modules
 from specdec_cli.models.heads.mtp.draft import describe_mtp
 
 
@@ -87,4 +88,6 @@ def _make(parts: MethodParts) -> Proposer:
     return ChainedModules(parts.draft, parts.target.hidden_layers, parts.draft_max_len)
 
 
-METHOD = Method(_make, step_head.estimate_bytes, describe_mtp)
+METHOD = Method(
+    *(_make, step_head.estimate_bytes, describe_mtp), tensors_in_target=tensors_of_modules
+)

@@ -23,7 +23,6 @@ from specdec_cli.models.gguf.blocks import KEPT
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.gguf.tensors import kinds_of
-from specdec_cli.models.heads.mtp.config import tensors_of_modules
 from specdec_cli.models.held import borrowed_weights, held_bytes
 from specdec_cli.models.kv_scales import cache_dtype, cache_note, read_scales
 from specdec_cli.models.loader import Names, Unfilled, load
@@ -276,7 +275,6 @@ def describe_config(
         parallel=parallel,
         shards=shards,
         device=device,
-        draft_tensors=tensors_of_modules(spec.name, place, config) if names is None else None,
         names=names,
     )
 

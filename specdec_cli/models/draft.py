@@ -74,7 +74,7 @@ class Draft(Protocol):
     needs_equal_degrees: whether it must be split over as many ranks as the target, because it uses
         the target's output matrix as the ranks hold it.
     target_tensors: a pattern for the names of tensors that it reads from the target's files; None
-        if it reads none but those of MTP modules, which the target's description knows.
+        if it reads none, or those that `Method.tensors_in_target` knows.
     captured_width: the number of tokens in its largest prefill pass that is captured as a CUDA
         graph; 0 without a fused form.
     can_compile: whether its padded passes can be compiled.

@@ -291,7 +291,7 @@ def test_what_a_library_makes_of_a_signal(
 def test_a_terminal_that_closes_is_a_signal(
     command: Callable[[Body], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What writes to it while the command cleans up fails, and the disk has not failed."""
+    """Writing to it fails while the command cleans up, and the disk has not failed."""
     for file, code, told in ((None, 143, "terminated"), ("/x", 5, "Input/output error: /x")):
 
         def body(file: str | None = file) -> None:
