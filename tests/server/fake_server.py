@@ -15,6 +15,7 @@ from typing import Any
 from aiohttp import web
 
 ROUND_S = 0.001
+CROWD = 40  # requests a second up to which rounds keep their speed
 
 
 @dataclass
@@ -76,8 +77,8 @@ class Faults:
 @dataclass
 class FakeServer:
     """dialect: vllm, sglang or openai. detailed: vLLM's per-request details. slots: requests that
-    run at a time. crowd: a round takes so many times as long for each request beside it. ill: the
-    words of /health."""
+    run at a time. crowd: a round takes so many times as long while more than `CROWD` requests a
+    second arrive. ill: the words of /health."""
 
     dialect: str = "vllm"
     k: int = 3
@@ -89,7 +90,7 @@ class FakeServer:
     topk: int = 1
     slots: int | None = None
     round_s: float = ROUND_S
-    crowd: float = 0.0
+    crowd: float = 1.0
     engines: int = 1
     ordered: bool = True
     incremental: bool = False
@@ -103,6 +104,7 @@ class FakeServer:
     url: str = ""
     counters: Counter[str] = field(default_factory=Counter)
     created: float = 1000.0
+    arrivals: list[float] = field(default_factory=list)
     running: int = 0
     asked: int = 0
 
@@ -226,6 +228,7 @@ class FakeServer:
             tokens = [*tokens[:-1], tokens[-1] + 1]
         rounds = self._rounds(sent, len(tokens) - 1)
         done = Written(sent, tokens, rounds, salt, body, arrived)
+        self.arrivals.append(arrived)
         if self.faults.reset_after is not None and len(self.written) >= self.faults.reset_after:
             self.counters.clear()
             self.created += 1
@@ -239,6 +242,10 @@ class FakeServer:
             return await self._stream(response, request, prompt, done, is_eos)
         finally:
             self.running -= 1
+
+    def _is_crowded(self) -> bool:
+        since = time.perf_counter() - 0.5
+        return sum(at > since for at in self.arrivals) > 0.5 * CROWD
 
     async def _stream(
         self,
@@ -266,7 +273,7 @@ class FakeServer:
         at = 0
         for number, group in enumerate(groups):
             for _ in group:
-                await asyncio.sleep(self.round_s * (1 + self.crowd * (self.running - 1)))
+                await asyncio.sleep(self.round_s * (self.crowd if self._is_crowded() else 1.0))
             new, at = tokens[at : at + sum(group)], at + sum(group)
             is_last = at == len(tokens)
             if number == 2 and (cut or error or abort or hang):

@@ -197,18 +197,23 @@ def test_a_server_that_refuses_most_requests_is_not_the_best(
 
 
 def test_a_crowded_server_loses_by_speculation(capsys: pytest.CaptureFixture[str]) -> None:
-    """With speculation, rounds take longer for each request beside them."""
-    plain, fast = FakeServer(k=0, round_s=0.015), FakeServer(k=3, round_s=0.015, crowd=1.5)
+    """With speculation, rounds take longer in a crowd."""
+    plain, fast = FakeServer(k=0, round_s=0.008), FakeServer(k=3, round_s=0.008, crowd=4.0)
     with running(plain, fast):
-        words = (*urls(plain, fast), "--request-rate", "6,80", "--set", "run.repeats=4")
+        words = (*urls(plain, fast), "--request-rate", "25,60", "--set", "run.repeats=25")
         found = swept(capsys, *words)
     best = found["best_by_request_rate"]
-    assert best["80"]["k"] == 0, best
-    assert 3 in best["6"]["tied"], best
-    if best["6"]["k"] == 0:  # sixteen requests that wait for each other show nothing
-        assert "the queue lasts too long for this window" in best["6"]["reason"]
-    else:
-        assert best["6"]["k"] == 3 and found["crossover"] == {"below": 6.0, "above": 80.0}
+    assert best["60"]["k"] == 0, best
+    assert 3 in best["25"]["tied"], best
+    shown = [rate for rate, one in best.items() if one["verdict"] != "inconclusive"]
+    for rate in best.keys() - shown:  # a busy machine answers as one near its capacity does
+        assert "the queue lasts too long for this window" in best[rate]["reason"]
+    if "25" in shown:
+        assert best["25"]["k"] == 3
+    assert found["crossover"] == {
+        "below": 25.0 if "25" in shown else None,
+        "above": 60.0 if "60" in shown else None,
+    }
 
 
 def test_all_rates_on_one_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
