@@ -109,7 +109,7 @@ class SweepTable(_Progress):
         self._progress = render.progress_bar()
         self._task = self._progress.add_task("getting ready", total=total)
         self._samples: dict[Key, dict[int, Sample]] = defaultdict(dict)
-        self._shown: int | None = None  # the batch size to show, which is the latest sample's
+        self._latest: Key | None = None  # the key of the latest sample; its batch size is shown
         self._live = render.live_view(self._render)
 
     def begin(self, what: object) -> None:
@@ -117,7 +117,7 @@ class SweepTable(_Progress):
         self._progress.update(self._task, description=str(what))
 
     def sample(self, key: Key, sample: Sample) -> None:
-        self._shown = key.batch_size
+        self._latest = key
         self._samples[key][sample.place] = sample
         self._progress.advance(self._task)
 
@@ -133,13 +133,14 @@ class SweepTable(_Progress):
         shown = {
             key: dict(of)
             for key, of in list(self._samples.items())  # copied: another thread adds samples
-            if key.batch_size == self._shown
+            if self._latest is not None and key.batch_size == self._latest.batch_size
         }
         plain = {Pair.of(key): without_errors(of) for key, of in shown.items() if key.k == 0}
         has_degrees = any(key.target_tp is not None for key in shown)
         names = ("target TP", "draft TP") if has_degrees else ("draft",)
         rows = []
-        for key in sorted(shown, key=lambda key: (Pair.of(key), key.draft or "", key.k)):
+        keys = sorted(shown, key=lambda key: (Pair.of(key), key.draft or "", key.k))
+        for key in keys:
             own = without_errors(shown[key])
             draft = one_line((key.draft if key.k else None) or _NO_DRAFT)
             drafts, accepted = (
@@ -160,12 +161,28 @@ class SweepTable(_Progress):
                 )
             )
         headings = (*names, "batch", "k", "prompts", "tokens a round", "tokens/s", "x k = 0")
-        columns = {heading: [row[i] for row in rows] for i, heading in enumerate(headings)}
-        spare = ["batch", "prompts", "tokens a round"]
-        width = self._progress.console.width
-        table = render.table_within(width, columns, spare=spare, names=["draft"])
-        # rich leaves out the last lines of what is higher than the terminal.
-        return Group(self._progress, table)
+        latest = keys.index(self._latest) if self._latest in keys else -1
+        return Group(self._progress, self._that_fits(headings, rows, latest))
+
+    def _that_fits(
+        self, headings: Sequence[str], rows: Sequence[Sequence[str]], latest: int
+    ) -> Table:
+        """Return a table of all rows or, if it is too high for the terminal, of row `latest` and as
+        many others as fit. rich would leave out the last rows."""
+
+        def table_of(some: Sequence[Sequence[str]]) -> Table:
+            columns = {heading: [row[i] for row in some] for i, heading in enumerate(headings)}
+            spare = ["batch", "prompts", "tokens a round"]
+            return render.table_within(screen.width, columns, spare=spare, names=["draft"])
+
+        screen = self._progress.console
+        above, height = (len(screen.render_lines(table_of(some))) for some in ([], rows))
+        room = screen.height - 1 - above  # the progress bar takes one line
+        if (height := height - above) <= room:
+            return table_of(rows)
+        fits = max(1, room * len(rows) // height)  # long names take several lines
+        last = max(fits, latest + 1)
+        return table_of(rows[last - fits : last])
 
 
 def watcher(total: int, unseen: Callable[[], Iterable[Sample]] = tuple, *, quiet: bool) -> Watcher:

@@ -248,21 +248,29 @@ def test_live_speeds_are_over_the_prompts_that_both_had() -> None:
     assert cells["x k = 0"] == ["1.00", "2.00"], "not 4, the ratio of all that was written"
 
 
-@pytest.mark.parametrize("width", [40, 80])
-def test_a_live_table_on_a_small_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time left stays in sight of a table that is too high, and names of drafts are whole."""
+@pytest.mark.parametrize(("width", "latest"), [(40, 24), (80, 24), (80, 2)])
+def test_a_live_table_on_a_small_terminal(
+    width: int, latest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time left and the latest row stay in sight, and names of drafts are whole."""
     monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("LINES", "24")
     view = SweepTable(90)
     view._progress.update(view._task, description="measuring")
     draft = "demo:smollm2-draft-of-many-steps-one"
-    for k in range(1, 25):
+    for k in (*(k for k in range(1, 41) if k != latest), latest):
         record = sample_record(k=k, index=0, batch_size=4, decode_seconds=[1.0])
         view.sample(Key(draft, 4, k), Record.model_validate(record))
     out = io.StringIO()
     Console(file=out, width=width, height=24).print(LiveRender(view._render()))
-    first, _, *lines, cut = out.getvalue().splitlines()
-    assert first.startswith("measuring") and len(lines) == 21 and cut.strip() == "..."
+    first, _, *lines = out.getvalue().splitlines()
+    assert first.startswith("measuring") and lines[-1].strip() != "..."
     assert draft in "".join(line.split()[0] for line in lines)
+    table = view._render().renderables[1]
+    assert isinstance(table, Table)
+    shown = next([int(str(k)) for k in c.cells] for c in table.columns if c.header == "k")
+    assert latest in shown and shown == list(range(shown[0], shown[-1] + 1))
+    assert 20 <= len(lines) <= 22, "as many rows as fit"
 
 
 @pytest.mark.parametrize(
