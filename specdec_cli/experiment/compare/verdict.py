@@ -79,22 +79,9 @@ def best_of(
         reason = (
             f"nothing was compared: {DISTURBED_BEYOND}" if proposing else "no pair was measured"
         )
-        return BestPair(
-            target_tp=None,
-            draft_tp=None,
-            k=None,
-            tied=[],
-            reason=reason,
-            significant=False,
-            verdict="inconclusive",
-            needed=None,
-            decided_by=None,
-            decode_tokens_per_second=None,
-            speedup=None,
-            speedup_vs_equal_tp=None,
-            speedup_vs_plain=None,
-            speedup_vs_plain_ci=None,
-        )
+        found: dict[str, Any] = dict.fromkeys(BestPair.model_fields)
+        found |= {"tied": [], "reason": reason, "significant": False, "verdict": "inconclusive"}
+        return BestPair(**found)
     best = max(candidates, key=_speed_of)
     # Compare speeds only on prompts that ran in all pairs.
     own = [records.of(Pair.of(p), batch_size, settings.k) for p in candidates]
