@@ -317,28 +317,23 @@ def _draft_cost(profile: Profile) -> dict[str, Any] | None:
     planned = profile.plan
     if planned.draft is None:
         return None
-    alone = (
-        _with_draft(profile, [(0, 0)] * len(profile.split.ranks))
-        if profile.at_degree is None
-        else profile.at_degree(0)
-    )
-    rows = []
+
+    def split_at(degree: int) -> Split:
+        if profile.at_degree is not None:
+            return profile.at_degree(degree)
+        return _with_draft(profile, draft_shares(planned, degree))
+
+    alone, rows = split_at(0), []
     size, method = planned.parallel.size, planned.recipe.speculation.method
     # A draft whose weights are in the target's checkpoint always has the target's degree.
     least = size if weights_from(method) == "target" else 1
     for degree in (d for d in range(least, size + 1) if size % d == 0):
-        if degree == planned.draft.parallel.size:
-            found = profile.split
-        else:
-            try:
-                found = (
-                    _with_draft(profile, draft_shares(planned, degree))
-                    if profile.at_degree is None
-                    else profile.at_degree(degree)
-                )
-            except SpecdecError as problem:
-                rows.append({"draft_tp": degree, "status": "skipped", "reason": problem.message})
-                continue
+        is_own = degree == planned.draft.parallel.size
+        try:
+            found = profile.split if is_own else split_at(degree)
+        except SpecdecError as problem:
+            rows.append({"draft_tp": degree, "status": "skipped", "reason": problem.message})
+            continue
         # The share of the capacity without a draft that is lost to the draft.
         lost = 1.0 - found.num_blocks / alone.num_blocks if alone.num_blocks else 0.0
         rows.append(
