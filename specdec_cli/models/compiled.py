@@ -6,11 +6,10 @@ model has two such functions, because a graph with a dynamic length does not cov
 for passes of a single token, and one for passes of more tokens.
 """
 
-import contextlib
 import os
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +75,11 @@ class CompiledForward:
         # may run eagerly (`compile_ahead`).
         for tensor in () if one else (ids, places):
             torch._dynamo.mark_dynamic(tensor, 1)
-        with torch._dynamo.config.patch(error_on_recompile=True), _no_advice():
+        with torch._dynamo.config.patch(error_on_recompile=True), warnings.catch_warnings():
+            # Inductor advises to use TF32, which fp32 runs avoid on purpose.
+            warnings.filterwarnings("ignore", "TensorFloat32")
             logits, hidden = (self._one if one else self._many)(ids, places, states)
         return logits if logit_rows is None else logits[logit_rows], hidden
-
-
-@contextlib.contextmanager
-def _no_advice() -> Iterator[None]:
-    """Silence inductor's advice to use TF32, which fp32 runs avoid on purpose."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "TensorFloat32")
-        yield
 
 
 def cannot_compile(problem: CompileError) -> SetupError:
