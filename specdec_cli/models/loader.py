@@ -165,12 +165,7 @@ def _opened(description: Unfilled) -> Iterator[tuple[dict[str, ReadWeight], list
             else:
                 numbers = dequantised(tensors, settings, description.dtype, spec.name)
                 fields = Fields(numbers, {}, {}, {})
-        fields = Fields(
-            codes=_by_own_names(description, fields.codes),
-            scales=_by_own_names(description, fields.scales),
-            zeros=_by_own_names(description, fields.zeros),
-            storages=_by_own_names(description, fields.storages),
-        )
+        fields = Fields(*(_by_own_names(description, each) for each in fields))
         try:
             of_fields = fields.codes, fields.scales, fields.zeros
             (readers, unused), *others = [

@@ -4,7 +4,6 @@ of the file."""
 import mmap
 import os
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -107,7 +106,8 @@ class _HeaderReader:
             raise ValueError("it does not begin with GGUF")
         version, tensors, keys = self.numbers("IQQ", "its counts")
         if version not in _VERSIONS:
-            raise ValueError(f"its version is {version}; only {_said(_VERSIONS)} are supported")
+            known = " and ".join(map(str, _VERSIONS))
+            raise ValueError(f"its version is {version}; only {known} are supported")
         self.fits(keys, 13, "keys", _MOST_KEYS)
         values: dict[str, Any] = {}
         for _ in range(keys):
@@ -261,10 +261,6 @@ def name_of(kind: int) -> str:
     from gguf.constants import GGMLQuantizationType
 
     return str(GGMLQuantizationType(kind).name)
-
-
-def _said(numbers: Sequence[int]) -> str:
-    return " and ".join(map(str, numbers))
 
 
 def is_gguf(place: Path) -> bool:
