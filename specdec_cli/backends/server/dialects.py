@@ -105,7 +105,7 @@ class Dialect(Protocol):
         ...
 
 
-def common_body(request: Request, params: SamplingParams, *, off: int) -> dict[str, Any]:
+def common_body(params: SamplingParams, *, off: int) -> dict[str, Any]:
     """Return all sampling fields of a request. Every field is sent, since servers take missing ones
     from the model's generation_config.json. off: the value of top_k that disables top-k sampling
     on this server."""

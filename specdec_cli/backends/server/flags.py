@@ -126,16 +126,16 @@ def _vllm_config(recipe: Recipe, k: int) -> dict[str, Any]:
     if choice.to_vllm is None:
         raise UsageError(f"vLLM has no method {speculation.method}: it cannot run k = {k}")
     values = recipe.model_dump(mode="json")
-    is_own = choice.weights_from == "draft" and draft is not None
-    named = model_words(draft) if is_own and draft is not None else None
+    own = draft if choice.weights_from == "draft" else None
+    named = None if own is None else model_words(own)
     made = choice.to_vllm(lambda section, key: (values[section] or {}).get(key), named)
     found: dict[str, Any] = {**made.config, "num_speculative_tokens": k}
-    if is_own and draft is not None:
+    if own is not None:
         # vLLM refuses a draft model whose tensor-parallel size differs from the target's.
         found["draft_tensor_parallel_size"] = recipe.target.tensor_parallel_size
-        if draft.revision is not None:
-            found["revision"] = draft.revision
-        if draft.weights == "fp8":
+        if own.revision is not None:
+            found["revision"] = own.revision
+        if own.weights == "fp8":
             found["quantization"] = "fp8"
     if (rule := _rule_of(recipe, "vLLM")) is not None:
         found["rejection_sample_method"] = rule
@@ -149,14 +149,14 @@ def _sglang_flags(recipe: Recipe, k: int) -> list[tuple[str, ...]]:
     method, draft = recipe.speculation.method, recipe.draft
     if (choice := METHODS[method]).to_sglang is None:
         raise UsageError(f"SGLang has no method {method}: it cannot run k = {k}")
-    is_own = choice.weights_from == "draft" and draft is not None
-    named = model_words(draft) if is_own and draft is not None else None
+    own = draft if choice.weights_from == "draft" else None
+    named = None if own is None else model_words(own)
     weights = recipe.target.weights, draft.weights if draft is not None else None
     found: list[tuple[str, ...]] = [*sglang_flags(choice, k, named, weights)]
-    if is_own and draft is not None and draft.load_format != "auto":
-        found.append(("--speculative-draft-load-format", draft.load_format))
-    if is_own and draft is not None and draft.revision is not None:
-        found.append(("--speculative-draft-model-revision", draft.revision))
+    if own is not None and own.load_format != "auto":
+        found.append(("--speculative-draft-load-format", own.load_format))
+    if own is not None and own.revision is not None:
+        found.append(("--speculative-draft-model-revision", own.revision))
     return found
 
 

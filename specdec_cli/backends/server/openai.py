@@ -87,7 +87,7 @@ class Vllm:
         self, facts: ServerFacts, request: Request, params: SamplingParams, salt: str
     ) -> tuple[str, dict[str, Any]]:
         own = {"return_token_ids": True, "cache_salt": salt, "min_tokens": params.min_new_tokens}
-        sampling = common_body(request, params, off=0)
+        sampling = common_body(params, off=0)
         return COMPLETIONS, completion(facts, request, params) | sampling | own
 
     def read(self, facts: ServerFacts, event: Mapping[str, Any], reading: Reading) -> None:

@@ -26,7 +26,7 @@ class Sglang:
     def body(
         self, facts: ServerFacts, request: Request, params: SamplingParams, salt: str
     ) -> tuple[str, dict[str, Any]]:
-        sampling = common_body(request, params, off=-1)
+        sampling = common_body(params, off=-1)
         return "/generate", {
             "input_ids": list(request.token_ids),
             "sampling_params": sampling
