@@ -67,13 +67,8 @@ def first_seen(signs: tuple[Sign, ...], config: Mapping[str, Any]) -> str | None
 def speculator(*names: str, others: bool = False) -> tuple[Sign, ...]:
     """Return signs that a config of the speculators library has if it names one of the kinds
     `names` or, with `others`, any other kind."""
-
-    def counts(value: Any) -> bool:
-        return value is not None and (value in names) != others
-
-    return tuple(
-        Sign(key, counts) for key in ("speculators_model_type", "speculators_config.algorithm")
-    )
+    keys = "speculators_model_type", "speculators_config.algorithm"
+    return tuple(valued(key, *names, others=others) for key in keys)
 
 
 def named(pattern: str) -> Sign:
