@@ -6,11 +6,13 @@ text depends on how many tokens are proposed, so it would then depend on the siz
 """
 
 from collections import deque
+from dataclasses import dataclass, field
 
 from specdec_cli.core.kv_cache import BlockAllocator
 from specdec_cli.core.types import Sequence
 
 
+@dataclass(slots=True, eq=False)
 class Scheduler:
     """Admits sequences, reserves cache blocks for them, and preempts them when blocks run out.
 
@@ -18,22 +20,14 @@ class Scheduler:
     running sequence always advances.
     """
 
-    def __init__(
-        self,
-        allocator: BlockAllocator,
-        batch_size: int,
-        k: int,
-        draft_max_len: int,
-        ahead: int = 0,
-    ) -> None:
-        self.allocator = allocator
-        self.batch_size = batch_size
-        self.k = k
-        self.draft_max_len = draft_max_len
-        self.ahead = ahead  # see `Proposer.ahead`
-        self.pending: deque[Sequence] = deque()  # not arrived yet, in order of arrival
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # oldest first
+    allocator: BlockAllocator
+    batch_size: int
+    k: int
+    draft_max_len: int
+    ahead: int = 0  # see `Proposer.ahead`
+    pending: deque[Sequence] = field(default_factory=deque)  # not arrived yet, in order of arrival
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: list[Sequence] = field(default_factory=list)  # oldest first
 
     def add(self, seq: Sequence, *, is_here: bool = True) -> None:
         """Queue a sequence, or hold it until `arrive` if it has not arrived yet (`is_here` is
@@ -68,13 +62,9 @@ class Scheduler:
     def admit(self) -> list[Sequence]:
         """Move waiting sequences into free slots while there are blocks for them. Return them."""
         admitted: list[Sequence] = []
-        while self.waiting and len(self.running) < self.batch_size:
-            seq = self.waiting[0]
-            length = self._next_length(seq)
-            if self._admission_blocks(length) > self.allocator.num_free:
-                break
-            self.waiting.popleft()
-            self.allocator.extend(seq.block_table, length)
+        while self.can_admit():
+            seq = self.waiting.popleft()
+            self.allocator.extend(seq.block_table, self._next_length(seq))
             self.running.append(seq)
             admitted.append(seq)
         return admitted
@@ -87,14 +77,11 @@ class Scheduler:
         while len(taking_part) < len(self.running):
             seq = self.running[len(taking_part)]
             length = self._next_length(seq)
-            while (
-                self.allocator.missing(seq.block_table, length) > self.allocator.num_free
-                and self.running[-1] is not seq
-            ):
-                self._preempt(self.running[-1])
-            if self.allocator.missing(seq.block_table, length) > self.allocator.num_free:
-                self._preempt(seq)
-                break
+            while self.allocator.missing(seq.block_table, length) > self.allocator.num_free:
+                youngest = self.running[-1]
+                self._preempt(youngest)
+                if youngest is seq:
+                    return taking_part
             self.allocator.extend(seq.block_table, length)
             taking_part.append(seq)
         return taking_part
@@ -103,8 +90,10 @@ class Scheduler:
         """Return whether `admit` would admit a sequence."""
         if not self.waiting or len(self.running) >= self.batch_size:
             return False
-        length = self._next_length(self.waiting[0])
-        return self._admission_blocks(length) <= self.allocator.num_free
+        # Keep one spare block per running sequence. Otherwise the new sequence would be preempted
+        # as soon as the others grow.
+        wanted = self.allocator.blocks_for(self._next_length(self.waiting[0])) + len(self.running)
+        return wanted <= self.allocator.num_free
 
     def is_short(self, ahead: int) -> bool:
         """Return whether there are too few free blocks for `extend_ahead`."""
@@ -160,11 +149,6 @@ class Scheduler:
         if self.ahead:
             length = max(length, min(length - 1 + self.ahead, self.draft_max_len))
         return length
-
-    def _admission_blocks(self, length: int) -> int:
-        # Keep one spare block per running sequence. Otherwise the new sequence would be preempted
-        # as soon as the others grow.
-        return self.allocator.blocks_for(length) + len(self.running)
 
     def _length_ahead(self, seq: Sequence, ahead: int) -> int:
         """Return the maximum number of tokens for which the sequence may need cache blocks in its
