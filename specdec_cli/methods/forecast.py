@@ -43,7 +43,8 @@ def forecast(
     found = proposer.forecast(teacher, prompt, output, k, params)
     if found is None:
         tokens = [*prompt, *output][: proposer.max_len]
-        rounds = list(_Replay(proposer, teacher, tokens, k, params, len(prompt)).rounds())
+        text = Sequence(0, tokens, len(prompt), len(tokens))
+        rounds = list(_Replay(proposer, teacher, text, k, params).rounds())
         found = _told(rounds + [_Round()] * (len(output) - len(rounds)))
         if proposer.takes_decisions and not proposer.is_paged:
             found = found.model_copy(update={"is_rough": True})
@@ -113,8 +114,9 @@ def _told(rounds: list[_Round]) -> Forecast:
     return Forecast(chains=tuple(stood))
 
 
+@dataclass(slots=True, eq=False)
 class _Replay:
-    """Runs rounds with K = k along `tokens`.
+    """Runs rounds with K = k along `text`.
 
     begun: the number of tokens that have been fed to the proposer.
     fed: the number of tokens that have been fed to the target.
@@ -122,19 +124,14 @@ class _Replay:
         None.
     """
 
-    def __init__(
-        self,
-        proposer: Proposer,
-        teacher: Teacher,
-        tokens: list[int],
-        k: int,
-        params: SamplingParams,
-        num_prompt: int,
-    ) -> None:
-        self.proposer, self.teacher, self.k, self.params = proposer, teacher, k, params
-        self.text = Sequence(0, tokens, num_prompt, len(tokens))
-        self.begun = self.fed = 0
-        self.features: torch.Tensor | None = None
+    proposer: Proposer
+    teacher: Teacher
+    text: Sequence
+    k: int
+    params: SamplingParams
+    begun: int = 0
+    fed: int = 0
+    features: torch.Tensor | None = None
 
     def rounds(self) -> Iterator[_Round]:
         """Run one round from each token of the output, and yield them in order."""
