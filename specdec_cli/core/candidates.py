@@ -59,8 +59,7 @@ class Candidates:
         """Send rank 0's proposals to every rank, and return them."""
         if parallel.size == 1:
             return self
-        packed = _packed(self.token_ids, self.lens)
-        return Candidates(*_unpacked(parallel.broadcast(packed)), self.q)
+        return Candidates(*_of_first(parallel, self.token_ids, self.lens), self.q)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +93,10 @@ class Verdict:
         """Send rank 0's decision to every rank, and return it."""
         if parallel.size == 1:
             return self
-        return Verdict(*_unpacked(parallel.broadcast(_packed(self.token_ids, self.num_accepted))))
+        return Verdict(*_of_first(parallel, self.token_ids, self.num_accepted))
 
 
-def _packed(rows: Tensor, column: Tensor) -> Tensor:
-    """Join both arguments into one contiguous tensor [B, N + 1], to send them in one broadcast."""
-
-    return torch.cat((rows, column[:, None]), dim=1)
-
-
-def _unpacked(packed: Tensor) -> tuple[Tensor, Tensor]:
+def _of_first(parallel: TensorParallel, rows: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rank 0's [B, N] and [B], which one broadcast sends to every rank."""
+    packed = parallel.broadcast(torch.cat((rows, column[:, None]), dim=1))
     return packed[:, :-1].contiguous(), packed[:, -1].contiguous()

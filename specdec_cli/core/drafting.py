@@ -99,7 +99,7 @@ class Drafting:
             if stats is not None:
                 self._stats.append(stats.rows.unflatten(0, shape))
         if self.stop is not None:
-            self._end(self.stop(columns, rows).view(shape), step + 1)
+            self.end_before(self.stop(columns, rows).view(shape), step + 1)
         return self._tokens[-1]
 
     def changed(self, logits: torch.Tensor) -> torch.Tensor:
@@ -117,18 +117,13 @@ class Drafting:
         before the token at its position is drawn. Dropping a token because of its drawn value would
         change the distribution of the output.
         """
-        self._end(stops, first)
+        left = torch.arange(first, first + stops.shape[1], device=stops.device)
+        self.lens = torch.minimum(self.lens, torch.where(stops, left, self.k).amin(dim=1))
 
     def end_after(self, stops: torch.Tensor) -> None:
         """End proposals after the first position marked in `stops`, bool [B, K]. A mark must not
         depend on later tokens."""
-        self._end(stops, 1)
-
-    def _end(self, stops: torch.Tensor, first: int) -> None:
-        """End each sequence's proposals at its first mark. A mark in column c leaves first + c
-        proposals."""
-        left = torch.arange(first, first + stops.shape[1], device=stops.device)
-        self.lens = torch.minimum(self.lens, torch.where(stops, left, self.k).amin(dim=1))
+        self.end_before(stops, 1)
 
     def candidates(self) -> Candidates:
         """Return the proposals drawn so far, padded to K positions."""

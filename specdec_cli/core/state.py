@@ -4,6 +4,7 @@ The host reads results with a delay of at most one round. Legend: B slots, MB bl
 """
 
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Self
 
 import torch
@@ -124,15 +125,11 @@ class BatchState:
         none = [0] * self.tail.shape[1]
         tails = [[*none, *s.tokens[-len(none) :]][-len(none) :] for s in seqs] + [none] * idle
         flat = [token for tail in tails for token in tail]
-        for held, empty in (
-            ([len(s.tokens) for s in seqs], 1),
-            ([s.max_tokens for s in seqs], 0),
-            ([s.noise_key for s in seqs], 0),
-            (rows, 0),
-            ([s.num_prompt_tokens for s in seqs], 0),
-            ([s.draft_kv for s in seqs], 0),
-        ):
-            flat += held + [empty] * idle
+        of_slots = [
+            (len(s.tokens), s.max_tokens, s.noise_key, row, s.num_prompt_tokens, s.draft_kv)
+            for s, row in zip(seqs, rows, strict=True)
+        ] + [(1, 0, 0, 0, 0, 0)] * idle
+        flat += chain.from_iterable(zip(*of_slots, strict=True))
         _write(self.numbers.view(-1), flat)
         _write(self.active, [True] * len(seqs) + [False] * idle)
         self.seed.fill_(seed)
