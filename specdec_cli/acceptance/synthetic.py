@@ -94,10 +94,8 @@ class SyntheticAcceptance(AcceptanceRule):
 def from_recipe(speculation: SpeculationSection) -> SyntheticAcceptance:
     """Make the rule from the recipe's acceptance rates, or from its mean number of tokens per round
     at the recipe's k."""
-    rates, length = (
-        speculation.synthetic_acceptance_rates,
-        speculation.synthetic_acceptance_length,
-    )
+    rates = speculation.synthetic_acceptance_rates
+    length = speculation.synthetic_acceptance_length
     if rates is not None:
         return SyntheticAcceptance.from_rates(rates)
     assert length is not None, "the recipe's schema checks this"

@@ -183,16 +183,15 @@ def wire(
     """Build an engine from loaded models. Each cache gets `num_blocks` blocks, except that
     `keeps_target_cache` leaves the target's cache unchanged."""
     recipe, device = plan.recipe, plan.device
-    block_size = recipe.cache.block_size
-    first = 1 if keeps_target_cache else 0
-    for model in models.held[first:]:
+    changed = models.held[1:] if keeps_target_cache else models.held
+    for model in changed:
         model.cache.layers.clear()
-    for model in models.held[first:]:
+    for model in changed:
         model.use(model.cache.resized(num_blocks))
     prompts = None
     if plan.captures_prompts:
         prompts = _prompt_graphs(plan, num_blocks)
-        for model in models.held[first:]:
+        for model in changed:
             if isinstance(model, Captures):
                 model.capture_prompts(prompts)
     proposer: Proposer | None = None
@@ -200,9 +199,8 @@ def wire(
         draft_len = plan.draft.max_len if plan.draft is not None else 0
         parts = MethodParts(recipe.speculation, models.target, models.draft, draft_len, plan.draft)
         proposer = method_of(recipe.speculation).make(parts)
-        if (
-            models.target.hidden_layers != proposer.feature_layers
-        ):  # the plan could not know which layers a plugin reads
+        # The plan could not know which layers a plugin reads.
+        if models.target.hidden_layers != proposer.feature_layers:
             models.target.hidden_layers = proposer.feature_layers
     rule, policy = rule_of(recipe.speculation), policy_of(recipe.speculation)
     if proposer is not None:
@@ -210,7 +208,7 @@ def wire(
     return Engine(
         target=models.target,
         proposer=proposer,
-        allocator=BlockAllocator(num_blocks, block_size),
+        allocator=BlockAllocator(num_blocks, recipe.cache.block_size),
         batch_size=recipe.run.batch_size,
         max_model_len=plan.max_model_len,
         prefill_chunk=recipe.run.prefill_chunk,

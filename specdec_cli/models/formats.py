@@ -241,8 +241,8 @@ def _modelopt(settings: Settings, model: str) -> Scheme:
 
 def _mxfp4(settings: Settings, model: str) -> Scheme:
     """Return the format of gpt-oss's experts, whose tensor names end in `_blocks` and `_scales`."""
-    group = Matrices(Storage(MXFP4, (1, 32), scales=torch.uint8), BLOCKS)
-    return Scheme((group._replace(targets=(r"re:.*\.experts\.",)),))
+    storage = Storage(MXFP4, (1, 32), scales=torch.uint8)
+    return Scheme((Matrices(storage, BLOCKS, targets=(r"re:.*\.experts\.",)),))
 
 
 def _refused(key: str, found: object, model: str, wanted: str) -> SetupError:

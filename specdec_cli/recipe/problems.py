@@ -77,7 +77,8 @@ def describe(error: ErrorDetails) -> str:
         case "literal_error":
             choices = re.findall(r"'([^']*)'", str(error["ctx"]["expected"]))
             plugged = "; a plugin's needs --plugin" if dotted(path) in _OF_PLUGINS else ""
-            said = f"should be {_either(choices)}, not {shown(value)}{_guess(value, choices)}"
+            either = " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
+            said = f"should be {either}, not {shown(value)}{_guess(value, choices)}"
             return f"{said}{plugged}"
         case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
             return f"{error['msg'].removeprefix('Input ')}, not {shown(value)}"
@@ -118,10 +119,6 @@ def nearest_key(key: str) -> tuple[str, bool]:
     if section not in models and (close := get_close_matches(section, models, n=1)):
         return close[0], True
     return siblings[get_close_matches(last, siblings, n=1, cutoff=0.0)[0]], False
-
-
-def _either(choices: list[str]) -> str:
-    return " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
 
 
 def _guess(value: object, choices: Iterable[str]) -> str:
