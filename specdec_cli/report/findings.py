@@ -138,8 +138,8 @@ def _recorded(run: ReportedRun, every: Sequence[Point], best: Best | BestPair) -
     if isinstance(best, BestPair):
         # In compare-tp, the record names the fastest pair of target TP and draft TP, even if plain
         # decoding is faster.
-        plain = max((p for p in points if p.is_baseline), key=_speed, default=chosen)
-        is_slower = best.verdict is None and _speed(plain) > _speed(chosen)
+        plain = max((p for p in points if p.is_baseline), key=decoding_speed, default=chosen)
+        is_slower = best.verdict is None and decoding_speed(plain) > decoding_speed(chosen)
         chosen = plain if best.verdict == "none" or is_slower else chosen
     drafts = {p.draft for p in points if p.draft is not None}
     if isinstance(best, BestPair):
@@ -171,7 +171,7 @@ def _is_named(point: Point, best: Best | BestPair | Fastest) -> bool:
     return point.k == best.k and (point.is_baseline or point.draft == best.draft)
 
 
-def _speed(point: Point) -> float:
+def decoding_speed(point: Point) -> float:
     """Return a point's decoding speed in tokens/s; 0 if it is unknown."""
     return point.number("decode_tokens_per_second") or 0.0
 
@@ -196,8 +196,8 @@ def _over_plain(
         return pair.speedup_vs_plain, pair.speedup_vs_plain_ci
     if run.is_comparison:
         level = [p for p in run.points if p.level == point.level and p.is_baseline]
-        plain = max(map(_speed, level), default=0.0)
-        return _speed(point) / plain if plain else 0.0, None
+        plain = max(map(decoding_speed, level), default=0.0)
+        return decoding_speed(point) / plain if plain else 0.0, None
     if not point.is_predicted:
         return _gain(point), point.speedup_ci
     return _gain(point), point.prediction.speedup_ci if point.prediction is not None else None
@@ -210,7 +210,7 @@ def _named(k: int, draft: str | None) -> str:
 
 def _fastest(run: ReportedRun, every: Sequence[Point]) -> Finding:
     # Compare tokens/s in compare-tp, where each target TP has its own baseline for speed-ups.
-    gain = _speed if run.is_comparison else _gain
+    gain = decoding_speed if run.is_comparison else _gain
     known = [p for p in every if p.is_ok and gain(p)]
     fastest = max(known, key=lambda p: (gain(p), -p.k), default=None)
     return Finding(every[0], fastest)
@@ -306,7 +306,7 @@ def fastest_with_proposals(run: ReportedRun, best: Finding) -> Point | None:
     finding's batch size or rate. In compare-tp, where each target TP has its own baseline, tokens/s
     are compared instead. Returns None if no point with proposals has a speed-up."""
     points = [p for p in run.points if p.level == best.at.level and not p.is_baseline]
-    by = _speed if run.is_comparison else _gain
+    by = decoding_speed if run.is_comparison else _gain
     return max(filter(_gain, points), key=by, default=None)
 
 

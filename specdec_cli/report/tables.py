@@ -43,8 +43,7 @@ def results(run: ReportedRun, bests: Sequence[Finding]) -> Table:
     cells.append(Cell("status", lambda p: p.status if p.is_ok else f"{p.status}: {p.reason}"))
     note = "Speed-up is against plain decoding (k = 0) of the same prompts at the same batch size."
     shown = [p for p in run.points if not (run.is_comparison and p.status == "skipped")]
-    best = {id(b.point) for b in bests if b.point is not None and not b.is_open}
-    strong = frozenset(i for i, p in enumerate(shown) if id(p) in best)
+    strong = frozenset(i for i, p in enumerate(shown) if any(p is b.advised for b in bests))
     return by_point(("results", "Every point", note), run, shown, cells, strong)
 
 
@@ -52,8 +51,7 @@ def load(run: ReportedRun, bests: Sequence[Finding]) -> Table:
     """Make the table of the points that were measured at a request rate. The table has no rows if
     there are no such points."""
     points = [p for p in run.points if p.load is not None]
-    best = {id(b.point) for b in bests if b.point is not None and not b.is_open}
-    strong = frozenset(i for i, p in enumerate(points) if id(p) in best)
+    strong = frozenset(i for i, p in enumerate(points) if any(p is b.advised for b in bests))
     note = (
         "Latencies run from the time at which a request is due. Good: the share of requests that "
         "meet every objective. An overloaded point has no latencies, because they keep growing."
