@@ -189,16 +189,14 @@ class Sweep(Running):
 
     def _give_up_arms(self, batch_size: int) -> None:
         """Record a failure for every point of the arms that could not be loaded."""
-        settings, failed = self.plan.settings, self._arms.failures
-        for job in self.plan.jobs:
-            if (failure := failed.get(job.plan.proposer)) is not None:
-                for key in settings.measured_keys:
-                    if key.draft == job.plan.proposer and key.batch_size == batch_size:
-                        self.failures[key] = failure
-        if len(failed) == len(self.plan.jobs):
-            for key in settings.measured_keys:
-                if key.k == 0 and key.batch_size == batch_size:
-                    self.failures.setdefault(key, next(iter(failed.values())))
+        failed = self._arms.failures
+        for key in self.plan.settings.measured_keys:
+            if key.batch_size != batch_size:
+                continue
+            if key.draft in failed:
+                self.failures[key] = failed[key.draft]
+            elif key.k == 0 and len(failed) == len(self.plan.jobs):
+                self.failures.setdefault(key, next(iter(failed.values())))
 
     def _measure(
         self,
