@@ -48,8 +48,12 @@ class Text(Forecast):
         effect, because the round ends with the text.
         """
         asked = max(0, min(k, self.limit - start - 1, self.draft_limit - start))
-        if self.accept is not None or self.ahead is not None:
-            known = self._known(start, asked)
+        known: tuple[float, ...] | None = None
+        if self.accept is not None:
+            known = self.accept[start : start + asked]
+        elif self.ahead is not None:
+            known = self.ahead[start][:asked]
+        if known is not None:
             # If `known` reaches the end of the text, pad it with zeros. If it is short for another
             # reason, the round proposed fewer than `asked` tokens, and nothing is padded.
             is_cut = start + len(known) >= self.length
@@ -66,14 +70,6 @@ class Text(Forecast):
         found, stand = self.chains[start]
         found = min(found, asked)
         return (1.0,) * min(stand, found) + (0.0,) * (found - min(stand, found))
-
-    def _known(self, start: int, asked: int) -> tuple[float, ...]:
-        """Return the acceptance probabilities of at most `asked` proposals of a round that begins
-        at token `start`."""
-        if self.accept is not None:
-            return self.accept[start : start + asked]
-        assert self.ahead is not None
-        return self.ahead[start][:asked]
 
 
 class ReplayText(Text):
