@@ -119,12 +119,8 @@ def this_machine(device: torch.device, num_ranks: int) -> Machine:
     """Describe this host's GPU or CPU with the memory that is in use now. All `num_ranks` ranks are
     assumed to run on this host."""
     if device.type != "cuda":
-        return Machine(
-            "cpu",
-            total_memory() // num_ranks,
-            (total_memory() - available_memory()) // num_ranks,
-            available_memory() // num_ranks,
-        )
+        whole, free = total_memory(), available_memory()
+        return Machine("cpu", whole // num_ranks, (whole - free) // num_ranks, free // num_ranks)
     free, total = torch.cuda.mem_get_info(device)
     return Machine("cuda", total, max(CONTEXT_BYTES, total - free) + _talk(num_ranks))
 
