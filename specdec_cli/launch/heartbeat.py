@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -179,11 +180,7 @@ def bytes_read() -> int:
 
 def _stack(frame: FrameType | None) -> list[FrameType]:
     """Return the frames of a stack, the innermost first."""
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
+    return [] if frame is None else [one for one, _ in traceback.walk_stack(frame)]
 
 
 def _state(frames: list[FrameType]) -> str:

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+import traceback
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -157,7 +158,5 @@ def is_lost_peers(error: BaseException) -> bool:
     text = str(error)
     if isinstance(error, RuntimeError) and ("gloo/" in text or "NCCL" in text):
         return True
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and "torch/distributed/" in trace.tb_frame.f_code.co_filename
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(files) and "torch/distributed/" in files[-1]

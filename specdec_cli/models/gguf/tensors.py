@@ -5,6 +5,7 @@ to the requested dtype.
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -76,11 +77,10 @@ def check_kinds(name: str, header: Header) -> None:
 
 def kinds_of(header: Header) -> list[str]:
     """Return the names of the tensors' types, in descending order of their total bytes."""
-    sizes: dict[str, int] = {}
+    sizes = Counter[str]()
     for tensor in header.tensors.values():
-        kind = name_of(tensor.kind)
-        sizes[kind] = sizes.get(kind, 0) + tensor.nbytes
-    return sorted(sizes, key=lambda kind: -sizes[kind])
+        sizes[name_of(tensor.kind)] += tensor.nbytes
+    return [kind for kind, _ in sizes.most_common()]
 
 
 def readers(module: Any, header: Header, dtype: torch.dtype) -> tuple[dict[str, Read], list[str]]:
