@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -351,6 +352,25 @@ class Asked:
             name = _DRAFT_TP if option is None else OPTION_KEYS["draft_tp"][0]
             told = f"{name} has no effect: speculation.method is {method}"
             typer.echo(f"warning: {told}", err=True)
+        for key, told in self._unread(*recipes):
+            typer.echo(f"warning: {key} has no effect: {told}", err=True)
+
+    def _unread(self, *recipes: "specdec_cli.recipe.Recipe") -> Iterator[tuple[str, str]]:
+        """Yield the keys of `speculation` that the user sets by --set and none of the recipes
+        reads, each with the choice for which it is not read."""
+        from specdec_cli.recipe.choices.registry import METHODS, POLICIES, RULES, readers_of
+
+        choices: dict[str, Mapping[str, Any]]
+        choices = {"method": METHODS, "acceptance": RULES, "length.policy": POLICIES}
+        for key, value in parse_sets(self.sets or ()).items():
+            section, _, own = key.partition(".")
+            readers = readers_of(own) if section == "speculation" and value is not None else None
+            if readers is None:
+                continue
+            chooser, names = readers
+            chosen: list[Any] = [attrgetter(chooser)(one.speculation) for one in recipes]
+            if not any(name in names or choices[chooser][name].code for name in chosen):
+                yield key, f"speculation.{chooser} is {' or '.join(dict.fromkeys(chosen))}"
 
     def warn_of_servers(self, *, starts: bool) -> None:
         """Warn the user about options that have no effect on servers.

@@ -14,7 +14,7 @@ from specdec_cli import demo
 from specdec_cli.errors import SetupError
 from specdec_cli.models.gguf.files import chosen, parts_named
 from specdec_cli.models.spec import ModelSpec
-from specdec_cli.recipe.choices.registry import METHODS, without_draft
+from specdec_cli.recipe.choices.registry import METHODS, weights_from, without_draft
 from specdec_cli.recipe.resolve import find_bundled
 from specdec_cli.text import one_line
 
@@ -289,6 +289,9 @@ def _from_hub(
         hint += _WITHOUT_HUB
         if find_bundled(name):
             hint = f"{name} is a bundled recipe, not a model: leave --target out; else {hint}"
+        elif name in METHODS:
+            draft = " and its draft after --draft" if weights_from(name) == "draft" else ""
+            hint = f"{name} is a method, not a model: name it after --method{draft}"
         elif "/" not in name:  # nearly all hub ids contain a slash
             methods = "`specdec methods` lists methods; one of a plug-in needs --plugin FILE.py"
             hint = f"{_guess(name)}bundled are {_bundled()}, and {methods}; else {hint}"

@@ -542,6 +542,35 @@ def test_proposals_that_nobody_makes_are_warned_of(run: Run) -> None:
     assert run(*alone, *other).err == said
 
 
+SYNTHETIC = "speculation.synthetic_acceptance_length"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([f"{SYNTHETIC}=2"], f"{SYNTHETIC} has no effect: speculation.acceptance is rejection"),
+        ([f"{SYNTHETIC}=2", "speculation.acceptance=synthetic"], None),
+        ([f"{SYNTHETIC}=null"], None),
+        (
+            ["speculation.length.threshold=0.9"],
+            "speculation.length.threshold has no effect: speculation.length.policy is fixed",
+        ),
+        (["speculation.length.threshold=0.9", "speculation.length.policy=confidence"], None),
+        (
+            ["speculation.block_width=trained"],
+            "speculation.block_width has no effect: speculation.method is ngram",
+        ),
+        (["speculation.ngram_max=2"], None),
+    ],
+)
+def test_keys_that_no_choice_reads_are_warned_of(
+    given: list[str], told: str | None, run: Run
+) -> None:
+    sets = [word for one in given for word in ("--set", one)]
+    found = run("demo-ngram", "--prompt", "x", "--max-new-tokens", "1", "-q", *sets)
+    assert found.code == 0 and found.err == ("" if told is None else f"warning: {told}\n")
+
+
 def test_ranks_of_a_draft_that_has_none(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     alone = ("demo-ngram", "--prompt", "x", "--max-new-tokens", "1", "-q")
     degree = "draft.tensor_parallel_size"

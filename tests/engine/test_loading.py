@@ -268,6 +268,15 @@ def test_nothing_is_downloaded_that_nobody_reads(
     assert found == DESCRIPTIONS | weights
 
 
+@pytest.mark.parametrize(("name", "more"), [("ngram", ""), ("eagle3", " and its draft after")])
+def test_a_method_in_a_models_place(
+    name: str, more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hint = refusal(name).hint or ""
+    assert hint.startswith(f"{name} is a method, not a model: name it after --method{more}")
+
+
 def test_bundled_name_that_is_not() -> None:
     problem = refusal("demo:nonesuch")
     assert "demo:nonesuch" in problem.message

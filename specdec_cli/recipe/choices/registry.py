@@ -23,6 +23,7 @@ from specdec_cli.recipe.choices.peagle import PEAGLE
 from specdec_cli.recipe.choices.synthetic import SYNTHETIC, SyntheticKeys
 from specdec_cli.recipe.choices.typical import TypicalKeys
 from specdec_cli.recipe.choices.unbuilt import UNBUILT
+from specdec_cli.recipe.fields import Section
 
 Choice = TypeVar("Choice", MethodChoice, PolicyChoice, RuleChoice)
 
@@ -62,6 +63,28 @@ class MethodAndRuleKeys(TypicalKeys, NgramKeys, Eagle3Keys, MtpKeys, BlockKeys, 
 
 class PolicyKeys(AdaptiveKeys, ConfidenceKeys):
     """Keys of `speculation.length` that belong to one length policy."""
+
+
+# The key that chooses, keys that only some of its choices read, and these choices.
+_READERS: tuple[tuple[str, type[Section], tuple[str, ...]], ...] = (
+    ("method", NgramKeys, ("ngram",)),
+    ("method", Eagle3Keys, ("eagle3", "peagle")),
+    ("method", MtpKeys, ("mtp", "mtp_module")),
+    ("method", BlockKeys, ("dflash", "dspark")),
+    ("acceptance", SyntheticKeys, ("synthetic",)),
+    ("acceptance", TypicalKeys, ("typical",)),
+    ("length.policy", AdaptiveKeys, ("adaptive",)),
+    ("length.policy", ConfidenceKeys, ("confidence", "head")),
+)
+
+
+def readers_of(key: str) -> tuple[str, tuple[str, ...]] | None:
+    """Return the key of `speculation` that chooses whether `key`, another one, is read, and the
+    choices that read it; None if every choice does. Plugins may read all keys."""
+    for chooser, section, names in _READERS:
+        if key.rpartition(".")[2] in section.model_fields:
+            return chooser, names
+    return None
 
 
 def add(choices: dict[str, Choice], name: str, choice: Choice) -> None:
