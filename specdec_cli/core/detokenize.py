@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
+from specdec_cli.errors import UsageError
+
 # A decoder may need a few tokens of context for spaces and multi-byte characters.
 _CONTEXT = 8
 _REPLACEMENT = "\ufffd"
@@ -88,12 +90,17 @@ class TextStream:
 
 
 class StopFinder:
-    """Finds the first stop string in one sequence's output, even if it spans several tokens."""
+    """Finds the first stop string in one sequence's output, even if it spans several tokens.
+    Without stop strings it finds nothing. Raises `UsageError` for an empty one, which would end an
+    output at once, and for one string instead of a tuple, whose characters would."""
 
     def __init__(self, tokenizer: Decoder, prompt: Sequence[int], stop: tuple[str, ...]) -> None:
+        if isinstance(stop, str) or not all(stop):
+            told = "one string" if isinstance(stop, str) else "empty in one place"
+            raise UsageError(f"stop is {told}, but it must be a tuple of stop strings")
         self._stream = TextStream(tokenizer, prompt)
         self._stop = stop
-        self._keep = max(len(s) for s in stop) - 1
+        self._keep = max((len(s) for s in stop), default=1) - 1
         self._tail = ""
 
     def feed(self, tokens: Sequence[int]) -> int | None:

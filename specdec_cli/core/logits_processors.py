@@ -18,6 +18,7 @@ from torch import Tensor
 from specdec_cli.core.candidates import Verdict
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
+from specdec_cli.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,9 +40,15 @@ class LogitsProcessors:
     def of(
         cls, params: SamplingParams, eos_ids: Iterable[int], vocab_size: int, device: torch.device
     ) -> Self | None:
-        """Make the processors of a run. Returns None if its parameters ask for none."""
+        """Make the processors of a run. Returns None if its parameters ask for none. Raises
+        `UsageError` for suppressed ids that the vocabulary does not have."""
         if not params.changes_logits:
             return None
+        if outside := [i for i in params.suppress_tokens if not 0 <= i < vocab_size]:
+            raise UsageError(
+                f"suppress_tokens: {outside[0]} is not a token id of the target, whose vocabulary "
+                f"has {vocab_size} ids"
+            )
         suppressed, ends = torch.zeros(2, vocab_size, dtype=torch.bool)
         suppressed[list(params.suppress_tokens)] = True
         ends[[i for i in eos_ids if i < vocab_size]] = True

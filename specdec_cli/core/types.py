@@ -1,11 +1,13 @@
 """Data types on the host that the engine's modules share. They hold token ids, never text."""
 
+import math
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from specdec_cli.core.detokenize import StopFinder
+from specdec_cli.errors import UsageError
 
 FinishReason = Literal["length", "eos", "stop", "error"]
 
@@ -14,7 +16,8 @@ FinishReason = Literal["length", "eos", "stop", "error"]
 class SamplingParams:
     """Settings that all sequences of a run share: how tokens are sampled, and when a sequence ends.
     `temperature` 0 means greedy decoding; `top_k` 0 and `top_p` 1 turn these filters off. See
-    `core.logits_processors` for the last three fields."""
+    `core.logits_processors` for the last three fields. Raises `UsageError` for an impossible
+    value."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -26,6 +29,21 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     suppress_tokens: tuple[int, ...] = ()
     min_new_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        # The same limits as a recipe's, for scripts that make their own.
+        allowed = {
+            "temperature": (0.0 <= self.temperature < math.inf, "0 or a finite number above it"),
+            "top_k": (self.top_k >= 0, "0 or more"),
+            "top_p": (0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
+            "min_new_tokens": (self.min_new_tokens >= 0, "0 or more"),
+            "seed": (self.seed >= 0, "0 or more"),
+            "repetition_penalty": (0.0 < self.repetition_penalty < math.inf, "above 0"),
+        }
+        for key, (fits, wanted) in allowed.items():
+            if not fits:
+                raise UsageError(f"{key} is {getattr(self, key)}, but it must be {wanted}")
 
     @property
     def changes_logits(self) -> bool:

@@ -219,6 +219,7 @@ def wire(
         runs_ahead=device.type == "cuda",
         parallel=plan.parallel,
         prompts=prompts,
+        max_k=plan.k,
     )
 
 

@@ -26,7 +26,7 @@ from specdec_cli.engine.prefill import Moments, Prefill
 from specdec_cli.engine.round import RoundParts
 from specdec_cli.engine.run import Run, check_finite
 from specdec_cli.engine.scheduler import Scheduler
-from specdec_cli.errors import RunError
+from specdec_cli.errors import RunError, UsageError
 from specdec_cli.lengths.base import LengthPolicy
 from specdec_cli.lengths.costs import RoundCosts
 from specdec_cli.lengths.fixed import FixedLength
@@ -66,6 +66,7 @@ class Engine:
     prompts: the CUDA graphs of prefill passes; None if these passes are not captured.
     hidden_layers: the layers whose hidden states this engine's proposer reads from a target that
         several engines share; None if the target is not shared.
+    max_k: the largest proposal length of a run; None without a limit.
     """
 
     target: PagedModel
@@ -82,6 +83,7 @@ class Engine:
     parallel: TensorParallel = ALONE
     prompts: PromptGraphs | None = None
     hidden_layers: tuple[int, ...] | None = None
+    max_k: int | None = None
 
     def __post_init__(self) -> None:
         self.costs = RoundCosts(self.parallel)
@@ -215,8 +217,16 @@ class Engine:
         )
 
     def start(self, requests: Iterable[Request], k: int, params: SamplingParams) -> Run:
-        """Begin a run: queue `requests` and return the state that `step` advances."""
-        assert k == 0 or self.proposer is not None, "proposing needs a proposer"
+        """Begin a run: queue `requests` and return the state that `step` advances. Raises
+        `UsageError` for a `k` that is negative or above `max_k`."""
+        most = 0 if self.proposer is None else self.max_k
+        if k < 0:
+            raise UsageError(f"k is {k}, but it must not be negative", "0 is plain decoding")
+        if most is not None and k > most:
+            raise UsageError(
+                f"k is {k}, but this engine was built for k up to {most}",
+                "build it with a larger speculation.num_speculative_tokens",
+            )
         self._take_target()
         # Do no work for proposals that the run never makes. At k = 0, there is no proposer at all.
         proposer = self.proposer.up_to(k) if k and self.proposer is not None else None
@@ -234,8 +244,8 @@ class Engine:
             self._moments,
         )
         run = Run(
-            *(k, params, self.max_model_len, self._ends(params), scheduler, prefill, by_slots),
-            *(by_slots[-1], time.perf_counter()),
+            *(k, params, self.max_model_len, self.target.vocab_size, self._ends(params)),
+            *(scheduler, prefill, by_slots, by_slots[-1], time.perf_counter()),
         )
         for request in requests:
             run.add(request, is_here=request.arrives_at <= 0.0)

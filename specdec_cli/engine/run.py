@@ -18,6 +18,7 @@ class Run:
     """The state of one run over a list of prompts. `Engine.step` advances it.
 
     k: the maximum number of proposals per round.
+    vocab_size: the number of the target's token ids.
     eos_ids: the token ids that end a sequence.
     by_slots: one `Rounds` for each available number of slots, in ascending order.
     rounds: the entry of `by_slots` that is in use.
@@ -29,6 +30,7 @@ class Run:
     k: int
     params: SamplingParams
     max_model_len: int
+    vocab_size: int
     eos_ids: frozenset[int]
     scheduler: Scheduler
     prefill: Prefill
@@ -37,7 +39,7 @@ class Run:
     started_at: float  # host clock, seconds
     last: LastRounds = field(default_factory=LastRounds)
     seqs: list[Sequence] = field(default_factory=list)
-    stop_finders: dict[int, StopFinder] = field(default_factory=dict)
+    stop_finders: dict[Sequence, StopFinder] = field(default_factory=dict)
     to_come: Iterator[Request] = field(default_factory=lambda: iter(()))
     refused: list[Sequence] = field(default_factory=list)
 
@@ -67,6 +69,12 @@ class Run:
         try:
             if length == 0:
                 raise ValueError("the prompt has no tokens")
+            least, most = min(seq.tokens), max(seq.tokens)
+            if least < 0 or most >= self.vocab_size:
+                raise ValueError(
+                    f"the prompt contains token id {least if least < 0 else most}, but the "
+                    f"vocabulary has ids 0 to {self.vocab_size - 1}"
+                )
             if length >= self.max_model_len:
                 raise ValueError(
                     f"the prompt has {length} tokens; with at least one new token it exceeds "
@@ -78,7 +86,7 @@ class Run:
             self.refused.append(seq)
             return
         if request.stop_finder is not None:
-            self.stop_finders[request.index] = request.stop_finder()
+            self.stop_finders[seq] = request.stop_finder()
 
     def admit(self, now: float) -> None:
         """Start waiting sequences while there are free slots and blocks."""
@@ -167,7 +175,7 @@ class Run:
             if token in self.eos_ids:
                 keep, seq.finish_reason = count, "eos"
                 break
-        finder = self.stop_finders.get(seq.index)
+        finder = self.stop_finders.get(seq)
         if finder is not None and (found := finder.feed(tokens[:keep])) is not None:
             keep, seq.finish_reason = found, "stop"
         if seq.finish_reason is None and len(seq.tokens) + keep >= seq.max_tokens:

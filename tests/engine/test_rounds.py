@@ -11,6 +11,7 @@ from specdec_cli.core.candidates import Noise, TargetOutput
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine import loop
+from specdec_cli.errors import UsageError
 from specdec_cli.models.paged import PagedModel
 from tests.engine.fakes import (
     FakeDraft,
@@ -214,7 +215,7 @@ def test_plain_decoding_needs_no_draft() -> None:
     seqs = decode(engine, prompts, 0, max_new_tokens=6)
     assert [s.output_ids for s in seqs] == [continuation(target_rule, p, 6) for p in prompts]
     assert all(s.rounds_without_proposal == 6 and not s.proposed_per_round for s in seqs)
-    with pytest.raises(AssertionError, match="proposer"):
+    with pytest.raises(UsageError, match="built for k up to 0"):
         engine.start([Request(0, (1,))], 1, SamplingParams())
 
 

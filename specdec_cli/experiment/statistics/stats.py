@@ -67,7 +67,13 @@ class SumRatio:
         return found
 
     def over(self, other: "SumRatio") -> "SumRatio":
-        """Divide this measure by another over the same prompts."""
+        """Divide this measure by another over the same prompts. Raises `ValueError` if the numbers
+        of prompts differ."""
+        if len(self.columns) != len(other.columns):
+            raise ValueError(
+                f"measures of {len(self.columns)} and {len(other.columns)} prompts have no ratio: "
+                "take the prompts that both have"
+            )
         both = np.concatenate((self.columns, other.columns), axis=1)
         return SumRatio(both, self.powers + tuple(-p for p in other.powers))
 
@@ -104,8 +110,11 @@ def among_rounds(metrics: Metrics) -> str:
 def speed(tokens: Sequence[float], seconds: Sequence[float]) -> SumRatio:
     """Return tokens per second as a measure.
 
-    tokens, seconds: the number of tokens of each prompt, and its share of the time.
+    tokens, seconds: the number of tokens of each prompt, and its share of the time. Raises
+    `ValueError` if they are not as many.
     """
+    if len(tokens) != len(seconds):
+        raise ValueError(f"{len(tokens)} counts of tokens have {len(seconds)} times")
     return SumRatio(np.stack((np.asarray(tokens, float), np.asarray(seconds, float)), 1), (1, -1))
 
 
