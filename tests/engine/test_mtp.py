@@ -662,7 +662,16 @@ def test_an_extracted_module_runs_as_the_one_inside(target: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("vocab_size", 96), ("hidden_size", 32), ("model_type", "mellum")]
+    ("key", "value"),
+    [
+        ("vocab_size", 96),
+        ("hidden_size", 32),
+        ("model_type", "mellum"),
+        ("num_attention_heads", 2),
+        ("hidden_act", "gelu"),
+        ("rms_norm_eps", 0.5),
+        ("rope_theta", 123),
+    ],
 )
 def test_a_module_of_another_target_is_refused(
     target: Path, tmp_path: Path, key: str, value: Any
@@ -672,6 +681,31 @@ def test_a_module_of_another_target_is_refused(
     with pytest.raises(SetupError, match=told) as found:
         planned(target, draft__model=str(folder))
     assert found.value.code == ExitCode.ENVIRONMENT and "\n" not in found.value.message
+
+
+def test_a_module_with_other_positions_is_refused(target: Path, tmp_path: Path) -> None:
+    rope = json.loads((target / "config.json").read_text())["rope_parameters"]
+    rope |= {"rope_theta": 123.0}
+    folder = extracted(target, tmp_path / "module", rope_parameters=rope)
+    with pytest.raises(SetupError, match=r"rope_parameters[.]rope_theta is 123.0, but the target"):
+        planned(target, draft__model=str(folder))
+
+
+def test_a_module_s_settings_may_be_few_or_rounded(target: Path, tmp_path: Path) -> None:
+    keys = "head_dim hidden_act rope_parameters rope_theta intermediate_size".split()
+    eps = json.loads((target / "config.json").read_text())["rms_norm_eps"] * (1 + 3e-8)
+    folder = extracted(target, tmp_path / "one", rms_norm_eps=eps, **dict.fromkeys(keys))
+    assert planned(target, draft__model=str(folder)).proposer == str(folder)
+
+
+def test_a_second_module_in_a_folder_is_refused(target: Path, tmp_path: Path) -> None:
+    folder = extracted(target, tmp_path / "module")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    more = {name.replace("layers.0.", "layers.1.", 1): t.clone() for name, t in tensors.items()}
+    save_file(tensors | more, file, metadata={"format": "pt"})
+    with pytest.raises(SetupError, match=r"a second module .*first mtp_layers.1.* only one"):
+        planned(target, draft__model=str(folder))
 
 
 def test_an_extracted_module_has_the_ranks_of_its_target(target: Path, tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 projection with two norms, followed by a one-layer model of the target's family. No weights are
 read."""
 
+import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,16 @@ from specdec_cli.models.config_file import config_file
 from specdec_cli.models.formats import Settings
 from specdec_cli.models.heads.settings import HeadSettings
 from specdec_cli.models.refusals import ANOTHER_DRAFT
+from specdec_cli.models.weights import tensor_names
 from specdec_cli.recipe.choices.mtp import MtpKeys
-from specdec_cli.text import counted, shown
+from specdec_cli.text import counted, one_line, shown
 
 _KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
+# Keys of a layer that shape it or change its numbers.
+_LAYER = (
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"),
+    *("hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias"),
+)
 PROJECTION, NORMS = "eh_proj.weight", ("enorm.weight", "hnorm.weight")
 
 
@@ -217,21 +224,49 @@ def _count(form: Form, names: Collection[str]) -> int:
 
 def read_module_config(name: str, place: Path, config: Any, keys: MtpKeys) -> MtpConfig:
     """Read the settings of a module in its own folder. Raises a `SetupError` that names the key if
-    the module belongs to another target."""
+    the module belongs to another target, or that names a tensor of a second module."""
     whole = config_file(name, place)
     raw = whole.get("transformer_layer_config")
     stored = raw if isinstance(raw, dict) else {}
-    for key in ("model_type", "hidden_size", "vocab_size"):
-        ours, theirs = stored.get(key), getattr(config, key)
-        if ours != theirs:
+    for key, ours, theirs in _compared(stored, config):
+        is_number = isinstance(ours, float) and isinstance(theirs, float)
+        if ours != theirs and not (is_number and math.isclose(ours, theirs, rel_tol=1e-6)):
             raise SetupError(
                 f"the MTP module {name} is for another target: its transformer_layer_config.{key} "
                 f"is {shown(ours)}, but the target has {shown(theirs)}",
                 ANOTHER_DRAFT,
             )
+    second = EXTRACTED.of(1)
+    if others := [one for one in tensor_names(place) if second.own(one) is not None]:
+        raise SetupError(
+            f"the MTP module {name} has a second module in its weights (first "
+            f"{one_line(min(others))}), but only one in a folder is supported",
+            "take one with a single module, or a target with the modules in its own files",
+        )
     sizes = int(config.hidden_size), int(config.vocab_size)
     quantisation = HeadSettings("MTP module", name, whole, stored).quantisation
     return MtpConfig(name, 1, *sizes, EXTRACTED, keys, quantisation=quantisation)
+
+
+def _compared(stored: dict[str, Any], config: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the keys of a module's layer settings that must agree with the target's config, which
+    its layer is made from, each with both values. Those of `_LAYER` and of rotary embeddings may be
+    missing on either side."""
+    for key in ("model_type", "hidden_size", "vocab_size"):
+        yield key, stored.get(key), getattr(config, key)
+    for key in _LAYER:
+        ours, theirs = stored.get(key), getattr(config, key, None)
+        if ours is not None and theirs is not None:
+            yield key, ours, theirs
+    rope = getattr(config, "rope_parameters", None)
+    rope = rope if isinstance(rope, dict) else {}
+    own = stored.get("rope_parameters")
+    own = own if isinstance(own, dict) else {}
+    found = {f"rope_parameters.{key}": (key, ours) for key, ours in own.items()}
+    found["rope_theta"] = "rope_theta", stored.get("rope_theta")
+    for told, (key, ours) in found.items():
+        if ours is not None and rope.get(key) is not None and not isinstance(ours, dict):
+            yield told, ours, rope[key]
 
 
 def layer_config(config: Any, index: int, form: Form) -> Any:
