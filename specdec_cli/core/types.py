@@ -31,12 +31,13 @@ class SamplingParams:
     min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
-        # The same limits as a recipe's, for scripts that make their own.
+        # A recipe's limits, for scripts that make their own. `max_new_tokens` is checked where an
+        # engine starts: what is left of a context may be less than one token, and estimates ask
+        # for none.
         allowed = {
             "temperature": (0.0 <= self.temperature < math.inf, "0 or a finite number above it"),
             "top_k": (self.top_k >= 0, "0 or more"),
             "top_p": (0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
-            "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
             "min_new_tokens": (self.min_new_tokens >= 0, "0 or more"),
             "seed": (self.seed >= 0, "0 or more"),
             "repetition_penalty": (0.0 < self.repetition_penalty < math.inf, "above 0"),

@@ -218,8 +218,11 @@ class Engine:
 
     def start(self, requests: Iterable[Request], k: int, params: SamplingParams) -> Run:
         """Begin a run: queue `requests` and return the state that `step` advances. Raises
-        `UsageError` for a `k` that is negative or above `max_k`."""
+        `UsageError` for a `k` that is negative or above `max_k`, and for no new tokens."""
         most = 0 if self.proposer is None else self.max_k
+        if params.max_new_tokens < 1:
+            told = f"max_new_tokens is {params.max_new_tokens}, but it must be 1 or more"
+            raise UsageError(told)
         if k < 0:
             raise UsageError(f"k is {k}, but it must not be negative", "0 is plain decoding")
         if most is not None and k > most:

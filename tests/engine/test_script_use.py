@@ -91,7 +91,6 @@ def test_a_built_engine_knows_the_planned_k() -> None:
         ("top_k", -1),
         ("top_p", 0.0),
         ("top_p", 1.1),
-        ("max_new_tokens", 0),
         ("min_new_tokens", -1),
         ("seed", -1),
         ("repetition_penalty", 0.0),
@@ -101,6 +100,12 @@ def test_a_built_engine_knows_the_planned_k() -> None:
 def test_settings_that_a_recipe_may_not_have_are_refused_by_name(key: str, value: float) -> None:
     with pytest.raises(UsageError, match=f"^{key} is {value}, but it must be"):
         replace(SamplingParams(), **{key: value})
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_run_without_new_tokens_is_refused(count: int) -> None:
+    with pytest.raises(UsageError, match=f"max_new_tokens is {count}, but it must be 1 or more"):
+        fake_engine(None).run([GOOD], 0, SamplingParams(max_new_tokens=count))
 
 
 @pytest.mark.parametrize("token_id", [-1, VOCAB])
