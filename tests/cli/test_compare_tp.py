@@ -361,6 +361,15 @@ def test_ranks_are_not_to_be_started_by_hand(
     assert inside.code == 2 and "torchrun started this one" in inside.err
 
 
+def test_a_key_that_no_choice_reads_is_warned_of(capsys: Capture) -> None:
+    key = "speculation.synthetic_acceptance_length"
+    told = f"warning: {key} has no effect: speculation.acceptance is rejection"
+    given = (*COMPARE, *DEGREES, "--dry-run", "--json", "--set", f"{key}=2")
+    assert told in specdec(capsys, *given).err.splitlines()
+    given = (*given, "--set", "speculation.acceptance=synthetic")
+    assert told not in specdec(capsys, *given).err
+
+
 def test_dry_run_starts_nothing(capsys: Capture) -> None:
     result = specdec(capsys, *COMPARE, *DEGREES, "--dry-run", "--json")
     assert result.code == 0
