@@ -11,6 +11,6 @@ WORLD_SIZE = 4
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(WORLD_SIZE, tmp_path_factory.mktemp("world"))
+    world = World(WORLD_SIZE, tmp_path_factory.mktemp("world"), "memory")
     yield world
     world.close()

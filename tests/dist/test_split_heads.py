@@ -23,7 +23,7 @@ SAMPLED: dict[str, Any] = {"sampling.temperature": 0.4, "sampling.top_k": 20, "r
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """A recipe's degree is that of its world."""
-    world = World(2, tmp_path_factory.mktemp("two"))
+    world = World(2, tmp_path_factory.mktemp("two"), "memory")
     yield world
     world.close()
 

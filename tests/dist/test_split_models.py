@@ -14,7 +14,7 @@ from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.models import tp, weights
 from specdec_cli.models.loader import load
 from tests.dist import cases
-from tests.dist.world import World
+from tests.dist.world import World, over_gloo
 from tests.engine.test_families import TOLERANCE
 from tests.engine.test_formats import STORED, store
 from tests.engine.test_loading import to_mxfp4
@@ -60,9 +60,11 @@ FUSED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("carried", [(), (over_gloo,)], ids=["memory", "gloo"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_collectives(world: World, size: int) -> None:
-    found = [x for x in world.run(cases.collectives, size) if x is not None]
+def test_collectives(world: World, size: int, carried: tuple[Any, ...]) -> None:
+    """Gloo carries what commands send, and memory most of what the other tests do."""
+    found = [x for x in world.run(*carried, cases.collectives, size) if x is not None]
     assert [x["rank"] for x in found] == list(range(size))
     for x in found:
         assert x["sums"] == [[sum(range(1, size + 1))]] * 2  # of few numbers and of many

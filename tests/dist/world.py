@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.dist.messages import Messages
+
 _TIMEOUT_S = 60  # of a collective that not all ranks join
 
 
@@ -22,11 +24,13 @@ class World:
     """`size` processes, over gloo or, with a GPU each, over NCCL.
 
     Over gloo they are forks of this process, which has imported everything. CUDA does not survive a
-    fork.
+    fork. backend: "memory" is gloo, of which shared memory carries most messages; `over_gloo` takes
+    it alone.
     """
 
     def __init__(self, size: int, folder: Path, backend: str = "gloo") -> None:
         context: Any = multiprocessing.get_context("spawn" if backend == "nccl" else "fork")
+        memory = Messages(size, context, _TIMEOUT_S) if backend == "memory" else None
         self.size = size
         self._ends: list[Connection] = []
         self._processes = []
@@ -35,7 +39,7 @@ class World:
                 ours, theirs = context.Pipe()
                 meeting = f"file://{folder / 'meeting'}"
                 self._ends.append(ours)
-                given = rank, size, backend, meeting, theirs, self._ends
+                given = rank, size, backend, memory, meeting, theirs, self._ends
                 process = context.Process(target=_serve, args=given, daemon=True)
                 process.start()
                 self._processes.append(process)
@@ -74,8 +78,24 @@ def _import_path() -> Any:
         os.environ["PYTHONPATH"] = before
 
 
+def over_gloo(rank: int, case: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a case on a rank of a world over memory, with gloo alone."""
+    assert _memory is not None
+    with _memory.off():
+        return case(rank, *args, **kwargs)
+
+
+_memory: Messages | None = None  # of this process, if it is a rank
+
+
 def _serve(
-    rank: int, size: int, backend: str, meeting: str, end: Connection, ends: list[Connection]
+    rank: int,
+    size: int,
+    backend: str,
+    memory: Messages | None,
+    meeting: str,
+    end: Connection,
+    ends: list[Connection],
 ) -> None:
     """Run the functions that come through `end`. ends: of the process that started this one."""
     for other in ends:  # otherwise that one's end would not be seen
@@ -85,12 +105,16 @@ def _serve(
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        backend,
+        "gloo" if memory is not None else backend,
         init_method=meeting,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=_TIMEOUT_S),
     )
+    if memory is not None:
+        global _memory
+        _memory = memory
+        memory.take_over()
     while (order := end.recv()) is not None:
         case, args, kwargs = order
         try:

@@ -47,14 +47,12 @@ def wait_until_gone(environ: Mapping[str, str], seconds: float) -> list[int]:
     return left
 
 
-def start(
-    program: list[str], environ: Mapping[str, str], stdin: int = subprocess.DEVNULL
-) -> "subprocess.Popen[str]":
-    """Start `python PROGRAM` with its streams as pipes."""
+def start(program: list[str], environ: Mapping[str, str]) -> "subprocess.Popen[str]":
+    """Start `python PROGRAM` with pipes as its output and error streams."""
     return subprocess.Popen(
         [sys.executable, *program],
         env=dict(environ),
-        stdin=stdin,
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,4 +1,9 @@
-"""Worlds of two ranks: started, joined, failing and ended by signals."""
+"""Worlds of two ranks: started, joined, failing and ended by signals.
+
+Most of their programs are forks of this process, which has imported torch. The first test starts an
+agent as commands do. The tests of signals to a parent start the command, too, and the test of
+torchrun starts that.
+"""
 
 import json
 import os
@@ -6,9 +11,9 @@ import re
 import signal
 import socket
 import stat
-import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +25,7 @@ from specdec_cli.launch.rank import PeersMissing
 from specdec_cli.launch.ranks import run_ranks
 from specdec_cli.launch.reports import End
 from specdec_cli.launch.seat import Seat
+from tests.launch.forks import Started
 from tests.launch.helpers import (
     living,
     marked,
@@ -35,6 +41,22 @@ pytestmark = pytest.mark.dist
 
 TIMEOUT_S = 5.0  # a rank that starts beside busy workers was silent for 3 s
 MOST_S = TIMEOUT_S + 10.0  # the promise, counted from the fault
+
+Fork = Callable[..., Started]
+
+
+@pytest.fixture
+def fork() -> Iterator[Fork]:
+    """Start programs as forks: `Started` of a program, its environment and its input."""
+    started: list[Started] = []
+
+    def forked(program: list[str], environ: Mapping[str, str], said: str = "") -> Started:
+        started.append(Started(program, environ, said))
+        return started[-1]
+
+    yield forked
+    for one in started:
+        one.close()
 
 
 def test_a_parent_gets_rank_0s_output_and_exit_code(
@@ -54,17 +76,16 @@ def test_a_parent_gets_rank_0s_output_and_exit_code(
     assert [path for path in tmp_path.iterdir() if not path.name.startswith(of_torch)] == []
 
 
-def run(*options: str, **extra: str) -> tuple[int, str, str, float]:
+def run(fork: Fork, *options: str) -> tuple[int | None, str, str, float]:
     """Run a worker's parent; returns exit code, streams, and seconds from the fault to its end."""
-    environ = marked(**extra)
-    parent = start(worker("--timeout", str(TIMEOUT_S), *options), environ)
+    parent = fork(worker("--timeout", str(TIMEOUT_S), *options), marked())
     out, err = parent.communicate(timeout=120)
     ended = time.time()
-    assert wait_until_gone(environ, 5) == []
+    assert not parent.is_outlived(5)
     fault = [line for line in err.splitlines() if line.startswith("fault at ")]
     said = "".join(f"{line}\n" for line in err.splitlines() if line not in fault)
     seconds = ended - float(fault[0].split()[-1]) if fault else 0.0
-    return parent.returncode, out, said, seconds
+    return parent.process.returncode, out, said, seconds
 
 
 @pytest.mark.parametrize(
@@ -75,8 +96,8 @@ def run(*options: str, **extra: str) -> tuple[int, str, str, float]:
         ("gone:load:1", "rank 1: ended without a report"),
     ],
 )
-def test_a_failed_rank_ends_the_run_and_is_named(fault: str, words: str) -> None:
-    code, out, err, seconds = run("--fault", fault)
+def test_a_failed_rank_ends_the_run_and_is_named(fault: str, words: str, fork: Fork) -> None:
+    code, out, err, seconds = run(fork, "--fault", fault)
     assert (code, out) == (1, "")
     assert [line for line in err.splitlines() if not line.startswith("hint: ")] == [
         line for line in err.splitlines() if line.startswith(f"error: {words}")
@@ -85,8 +106,8 @@ def test_a_failed_rank_ends_the_run_and_is_named(fault: str, words: str) -> None
     assert 0 < seconds < MOST_S
 
 
-def test_memory_that_runs_out_on_one_rank_is_one_document() -> None:
-    code, out, err, _ = run("--fault", "oom:verify:1", "--json")
+def test_memory_that_runs_out_on_one_rank_is_one_document(fork: Fork) -> None:
+    code, out, err, _ = run(fork, "--fault", "oom:verify:1", "--json")
     assert code == 5
     error = json.loads(out)["error"]
     assert error["code"] == 5
@@ -124,58 +145,55 @@ def test_a_signal_to_the_parent_leaves_no_process(
     ids=["term", "hup", "stop-kill", "abort"],
 )
 def test_a_rank_that_somebody_ends_is_named_with_the_signal(
-    numbers: list[signal.Signals], words: str, tmp_path: Path
+    numbers: list[signal.Signals], words: str, tmp_path: Path, fork: Fork
 ) -> None:
-    environ = marked()
-    parent = start(
-        worker("--rounds", "100000", "--seconds", "0.05", "--pids", str(tmp_path)), environ
+    parent = fork(
+        worker("--rounds", "100000", "--seconds", "0.05", "--pids", str(tmp_path)), marked()
     )
     pid = pids_of(tmp_path, 2)[1]
     for number in numbers:
         os.kill(pid, number)
         time.sleep(0.5 * (number == signal.SIGSTOP))
     _, err = parent.communicate(timeout=30)
-    assert parent.returncode == 1
+    assert parent.process.returncode == 1
     assert [line for line in err.splitlines() if not line.startswith("hint: ")] == [
         f"error: rank 1: {words}"
     ]
-    assert wait_until_gone(environ, 5) == []
+    assert not parent.is_outlived(5)
 
 
-def test_a_rank_that_is_ended_as_soon_as_it_exists_is_named() -> None:
+def test_a_rank_that_is_ended_as_soon_as_it_exists_is_named(fork: Fork) -> None:
     """It may have no handler of ours yet."""
-    environ = marked()
-    parent = start(worker("--timeout", "30"), environ)
-    os.kill(ranks_of(parent.pid, 2)[1], signal.SIGTERM)
+    parent = fork(worker("--timeout", "30"), marked())
+    os.kill(ranks_of(parent.process.pid, 2)[1], signal.SIGTERM)
     _, err = parent.communicate(timeout=60)
-    assert parent.returncode == 1
+    assert parent.process.returncode == 1
     assert re.fullmatch("error: rank 1: was (killed|ended) by SIGTERM\n", err)
-    assert wait_until_gone(environ, 5) == []
+    assert not parent.is_outlived(5)
 
 
-def test_a_rank_that_is_stopped_as_soon_as_it_exists_outlives_nobody() -> None:
-    environ = marked()
-    parent = start(worker("--timeout", "30"), environ)
-    os.kill(ranks_of(parent.pid, 2)[1], signal.SIGSTOP)
-    parent.kill()
+def test_a_rank_that_is_stopped_as_soon_as_it_exists_outlives_nobody(fork: Fork) -> None:
+    parent = fork(worker("--timeout", "30"), marked())
+    os.kill(ranks_of(parent.process.pid, 2)[1], signal.SIGSTOP)
+    parent.process.kill()
     parent.communicate(timeout=10)
-    assert wait_until_gone(environ, 5) == []
+    assert not parent.is_outlived(5)
 
 
-def test_slurm_names_a_rank_that_freezes_while_it_loads() -> None:
+def test_slurm_names_a_rank_that_freezes_while_it_loads(fork: Fork) -> None:
     """Without a parent that watches, rank 0 has to find it."""
     port = str(free_port())
     tasks = [
-        start(
+        fork(
             worker("--timeout", "2", "--fault", "stop:load:1"),
             marked(**slurm(port), SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
         )
         for rank in range(2)
     ]
     _, err = tasks[0].communicate(timeout=60)
-    tasks[1].kill()
+    tasks[1].process.kill()
     tasks[1].communicate(timeout=10)
-    assert tasks[0].returncode == 1
+    assert tasks[0].process.returncode == 1
     assert err.startswith("error: rank 1: hung in ") and err.count("error:") == 1
 
 
@@ -208,18 +226,18 @@ def test_two_torchruns_are_joined_and_rank_0_tells_the_cause() -> None:
     assert "".join(out for out, _ in written) == ""
 
 
-def test_slurm_tasks_are_joined_and_share_what_rank_0_reads() -> None:
+def test_slurm_tasks_are_joined_and_share_what_rank_0_reads(fork: Fork) -> None:
     port = str(free_port())
     tasks = [
-        start(
+        fork(
             worker("--timeout", "30"),
             marked(**slurm(port), SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
-            stdin=subprocess.PIPE,
+            f"line {rank}",
         )
         for rank in range(2)
     ]
-    written = [task.communicate(f"line {rank}", timeout=120) for rank, task in enumerate(tasks)]
-    assert [task.returncode for task in tasks] == [0, 0]
+    written = [task.communicate(timeout=120) for task in tasks]
+    assert [task.process.returncode for task in tasks] == [0, 0]
     assert json.loads(written[0][0]) == {"rank": 0, "of": 2, "said": "from rank 0: line 0"}
     assert written[1] == ("", "")
 
