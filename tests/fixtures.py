@@ -1,12 +1,15 @@
 """Fixtures for all tests."""
 
+import fcntl
 import gc
 import os
+import pickle
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ from specdec_cli.models import attention, description, gate, tokenizer, tp
 from specdec_cli.report import plots
 from specdec_cli.report.drawings import canvas
 
+T = TypeVar("T")
 WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt"}
 
 
@@ -60,23 +64,32 @@ def steady_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "available_memory", lambda: there)
 
 
+Probed = tuple[list[LayerShape], list[dict[str, Any]]]
+
+
 @pytest.fixture(scope="session", autouse=True)
-def probed_once() -> Iterator[None]:
+def probed_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Pass a model through the gate once: its trial pass is a third of what a command costs.
 
-    A rank's part of it, which differs in the shapes of its weights, passes once too.
+    A rank's part of it, which differs in the shapes of its weights, passes once too. Ranks that are
+    forks of this process tell each other what has passed.
     """
-    known: dict[tuple[Any, ...], tuple[list[LayerShape], list[dict[str, Any]]]] = {}
+    known: dict[tuple[Any, ...], Probed] = {}
+    told, tests = tmp_path_factory.mktemp("probed"), os.getpid()
 
     def probe(model: Any, name: str) -> list[LayerShape]:
         config = model.config.to_dict() | {"_name_or_path": ""}
         shapes = [(path, tuple(weight.shape)) for path, weight in model.named_parameters()]
         kind = type(model), repr(config), tuple(shapes)
         own = [vars(module) for module in model.modules()]
-        if kind not in known:
+
+        def probed() -> Probed:
             layers = gate.probe(model, name)
-            windows = [{key: of[key] for key in of.keys() & {attention._WINDOW}} for of in own]
-            known[kind] = layers, windows
+            return layers, [{key: of[key] for key in of.keys() & {attention._WINDOW}} for of in own]
+
+        if kind not in known:
+            shared = os.getpid() != tests and type(model).__module__.startswith("transformers.")
+            known[kind] = told_once(told, repr(kind), probed) if shared else probed()
         layers, windows = known[kind]
         for of, window in zip(own, windows, strict=True):
             of.update(window)  # the trial pass leaves them in the layers
@@ -86,6 +99,22 @@ def probed_once() -> Iterator[None]:
         for module in (description, tp):
             patch.setattr(module, "probe", probe)
         yield
+
+
+def told_once(folder: Path, key: str, make: Callable[[], T]) -> T:
+    """What `make` returns in the first process that asks for `key`; others wait for that one.
+
+    If it raises, each process calls it.
+    """
+    with open(folder / sha256(key.encode()).hexdigest(), "a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if held := file.read():
+            value: T = pickle.loads(held)
+            return value
+        value = make()
+        file.write(pickle.dumps(value))
+        return value
 
 
 @pytest.fixture(scope="session", autouse=True)

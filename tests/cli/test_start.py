@@ -168,6 +168,7 @@ def test_records_are_imported_while_the_work_of_others_is_measured() -> None:
 def test_ranks_share_nearly_everything_that_they_import() -> None:
     """A rank is a fork of its agent, so that what the agent has not imported each rank imports."""
     code = (
+        "import gc; gc.disable(); "  # as an agent does for its imports
         "import importlib, sys; from specdec_cli.launch.agent import _SHARED; "
         "[importlib.import_module(name) for name in _SHARED]; shared = set(sys.modules); "
         "from specdec_cli.app import main; assert main(sys.argv[1:]) == 0; "
