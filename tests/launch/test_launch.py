@@ -1,7 +1,7 @@
 """Worlds of two ranks: started, joined, failing and ended by signals.
 
 Most of their programs are forks of this process, which has imported torch. The first test starts an
-agent as commands do. The tests of signals to a parent start the command, too, and the test of
+agent as commands do. The test of SIGTERM to a parent starts the command, too, and the test of
 torchrun starts that.
 """
 
@@ -115,21 +115,25 @@ def test_memory_that_runs_out_on_one_rank_is_one_document(fork: Fork) -> None:
     assert err.count("error:") == 1
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=lambda v: str(v)
-)
-def test_a_signal_to_the_parent_leaves_no_process(
-    number: signal.Signals, code: int, tmp_path: Path
-) -> None:
+def test_sigterm_to_the_parent_leaves_no_process(tmp_path: Path) -> None:
     environ = marked()
     options = ("--rounds", "100000", "--seconds", "0.05", "--pids", str(tmp_path))
     parent = start(worker(*options), environ)
     pids_of(tmp_path, 2)
-    parent.send_signal(number)
+    parent.terminate()
     assert wait_until_gone(environ, 5) == []
     _, err = parent.communicate(timeout=5)
-    assert parent.returncode == code
-    assert err == ("error: terminated\n" if number == signal.SIGTERM else "")
+    assert (parent.returncode, err) == (143, "error: terminated\n")
+
+
+def test_sigkill_to_the_parent_leaves_no_process(tmp_path: Path, fork: Fork) -> None:
+    options = ("--rounds", "100000", "--seconds", "0.05", "--pids", str(tmp_path))
+    parent = fork(worker(*options), marked())
+    pids_of(tmp_path, 2)
+    parent.process.kill()
+    assert not parent.is_outlived(5)
+    _, err = parent.communicate(timeout=5)
+    assert (parent.process.returncode, err) == (-9, "")
 
 
 @pytest.mark.parametrize(
