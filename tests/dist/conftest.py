@@ -9,7 +9,7 @@ from tests.dist.world import World
 WORLD_SIZE = 4
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world = World(WORLD_SIZE, tmp_path_factory.mktemp("world"), "memory")
     yield world
