@@ -38,7 +38,8 @@ $(CHAT): | setup
 	touch $(CHAT)
 
 # Tests marked slow are left out, to suit two cores; `pytest tests` runs them too. Tests of several
-# processes wait most of the time: they run beside the two workers. mypy begins beside the first run's compilation.
+# processes wait most of the time: they run beside the two workers. mypy begins beside the first
+# run's compilation.
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
