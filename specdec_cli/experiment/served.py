@@ -19,6 +19,8 @@ _REMARKS = {
     "max_tokens_cut": "the server ended texts as too long before max_new_tokens: its own limit is "
     "lower, so that texts are shorter than asked: start it with room for the prompts and "
     "max_new_tokens (vLLM's --max-model-len, SGLang's --context-length), or ask for fewer",
+    "max_tokens_exceeded": "the server wrote more tokens than max_new_tokens, so that texts are "
+    "longer than asked, and than another server's: let it keep to the request's max_tokens",
     "one_chunk": "the server sent whole texts in one chunk, so that their decoding has no time and "
     "speeds leave them out: let it stream each token (a proxy before it may hold chunks back)",
     "counters_reset": "the server's counters were reset, so acceptance is unknown: let it "

@@ -73,6 +73,7 @@ _NO_NUL = _refusing(lambda text: "\0" in text, "should not contain a NUL charact
 _NOT_BLANK = _refusing(lambda text: not text.strip(), "should be more than white space")
 # Reject line breaks, so that messages that quote the value stay on one line.
 _ONE_LINE = _refusing(lambda text: "\n" in text, "should not contain a line break")
+_NO_EQUALS = _refusing(lambda text: "=" in text, "should not contain an equals sign")
 _GGUF = _refusing(
     lambda name: not name.endswith(".gguf") or not {"", ".."}.isdisjoint(name.split("/")),
     "should name a .gguf file in the model's folder",
@@ -89,6 +90,7 @@ MAX_RATE = 1e6
 Text = Annotated[StrictStr, _ENCODED, _NO_NUL]
 Words = Annotated[StrictStr, Field(min_length=1), _ENCODED, _NO_NUL]
 Name = Annotated[Words, _NOT_BLANK]
+VariableName = Annotated[Name, _NO_EQUALS]  # of the environment
 Place = Annotated[Name, _ONE_LINE]
 GgufName = Annotated[Place, _GGUF]
 Count = Annotated[StrictInt, Field(ge=1, le=MAX_COUNT)]

@@ -49,6 +49,7 @@ from specdec_cli.recipe.fields import (
     Text,
     Tokens,
     Truth,
+    VariableName,
     Words,
     entry,
 )
@@ -241,7 +242,7 @@ class EngineSection(Section):
         "{model}, {host}, {port} and {k} are filled in, and flags are appended",
     )
     args: tuple[Words, ...] = entry((), "further command-line arguments for the server")
-    env: dict[Name, StrictStr] = entry({}, "environment variables to add for the server")
+    env: dict[VariableName, Text] = entry({}, "environment variables to add for the server")
     served_model: Name | None = entry(
         None, "the model's name on the server; null takes its only model"
     )

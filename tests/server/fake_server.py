@@ -43,7 +43,8 @@ class Faults:
     token is another. hits: prefix cache hits. no_ids: texts alone. no_done, no_reason: streams that
     end without `[DONE]`, or without a finish reason. end: vLLM's finish reason of an abort. split:
     each round comes in two chunks. ids: in place of each chunk's token ids. refuse: numbers of the
-    requests that are refused. bos_of: `bos` is put before prompts of so many tokens alone.
+    requests that are refused. bos_of: `bos` is put before prompts of so many tokens alone. beyond:
+    tokens written in excess of those asked for. last: the last token's id.
     """
 
     statuses: list[tuple[int, dict[str, str]]] = field(default_factory=list)
@@ -71,6 +72,8 @@ class Faults:
     split: bool = False
     ids: list[Any] | None = None
     refuse: frozenset[int] = frozenset()
+    beyond: int = 0
+    last: int | None = None
     bos_of: int | None = None
 
 
@@ -78,7 +81,8 @@ class Faults:
 class FakeServer:
     """dialect: vllm, sglang or openai. detailed: vLLM's per-request details. slots: requests that
     run at a time. crowd: a round takes so many times as long while more than `CROWD` requests a
-    second arrive. ill: the words of /health."""
+    second arrive. ill: the words of /health. info, model: values that take the place of its own in
+    what it tells of itself, and of its models. metrics: the text of /metrics."""
 
     dialect: str = "vllm"
     k: int = 3
@@ -99,6 +103,9 @@ class FakeServer:
     health: int = 200
     ill: str = ""
     page: str | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    metrics: str | None = None
     faults: Faults = field(default_factory=Faults)
     written: list[Written] = field(default_factory=list)
     url: str = ""
@@ -120,7 +127,10 @@ class FakeServer:
         if self.page is not None:
             return web.Response(text=self.page, content_type="text/html")
         return web.json_response(
-            {"object": "list", "data": [{"id": m, "max_model_len": 512} for m in self.models]}
+            {
+                "object": "list",
+                "data": [{"id": m, "max_model_len": 512} | self.model for m in self.models],
+            }
         )
 
     async def _server_info(self, _: web.Request) -> web.Response:
@@ -136,6 +146,7 @@ class FakeServer:
                 "version": self.version,
                 "internal_states": [{"avg_spec_accept_length": 99.0}],
             }
+            | self.info
         )
 
     def _drafted(self) -> int:
@@ -151,11 +162,13 @@ class FakeServer:
     async def _version(self, _: web.Request) -> web.Response:
         if self.dialect != "vllm":
             raise web.HTTPNotFound
-        return web.json_response({"version": self.version})
+        return web.json_response({"version": self.version} | self.info)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         if self.dialect != "vllm" or not self.has_metrics:
             raise web.HTTPNotFound
+        if self.metrics is not None:
+            return web.Response(text=self.metrics)
         names = ["generation_tokens", "prefix_cache_hits"]
         if self.k:
             names += [f"spec_decode_num_{n}" for n in ("drafts", "draft_tokens", "accepted_tokens")]
@@ -220,12 +233,14 @@ class FakeServer:
         else:
             sent, params = list(body["prompt"]), body
             most, salt = body["max_tokens"], body.get("cache_salt")
-        most = min(most, self.faults.most or most)
+        most = min(most, self.faults.most or most) + self.faults.beyond
         of = self.faults.bos_of
         prompt = ([1] * self.faults.bos if of in (None, len(sent)) else []) + sent
         tokens, is_eos = self.truth(sent, most, ignore_eos=params.get("ignore_eos", False))
         if self.faults.other_text:
             tokens = [*tokens[:-1], tokens[-1] + 1]
+        if self.faults.last is not None:
+            tokens = [*tokens[:-1], self.faults.last]
         rounds = self._rounds(sent, len(tokens) - 1)
         done = Written(sent, tokens, rounds, salt, body, arrived)
         self.arrivals.append(arrived)
@@ -363,11 +378,16 @@ class FakeServer:
                     ("acceptance_histogram", "per_step_accepted", "spec_correct_drafts_histogram"),
                     5,
                 )
+        proposed: Any = rounds * (self._drafted() if self.dialect == "sglang" else self.k)
+        if self.faults.bad_details == "proposed":
+            proposed = "a"
+        if self.faults.bad_details == "huge":
+            rounds, histogram, accepted, proposed = 10**30, [10**30], 0, 0
         if self.dialect == "sglang":
             return {
                 "spec_verify_ct": rounds,
                 "spec_num_correct_drafts": accepted,
-                "spec_num_proposed_drafts": rounds * self._drafted(),
+                "spec_num_proposed_drafts": proposed,
                 "spec_correct_drafts_histogram": histogram,
                 "spec_accept_length": len(done.tokens) / max(1, rounds),
             }
@@ -379,7 +399,7 @@ class FakeServer:
             "acceptance_histogram": [*histogram, *[0] * (self.k + 1 - len(histogram))],
             "num_spec_steps": rounds,
             "num_accepted_draft_tokens": accepted,
-            "num_draft_tokens": self.k * rounds,
+            "num_draft_tokens": proposed,
             "mean_acceptance_length": 99.0,
         } | (steps if self.ordered and self.faults.bad_details is None else {})
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import aiohttp
 import pytest
@@ -21,11 +22,13 @@ from specdec_cli.backends.server.process import HOST, free_port
 from specdec_cli.backends.server.session import Line, ServerSession
 from specdec_cli.core.figures import Metrics
 from specdec_cli.core.types import Request, SamplingParams
+from specdec_cli.errors import SetupError
 from specdec_cli.experiment.folders.records import Key, Sample
 from specdec_cli.experiment.measure import sample_of
 from specdec_cli.experiment.served import served_metrics
 from tests.server.fake_server import FakeServer, Faults, running
 
+VOCABULARY = 4096
 PARAMS = SamplingParams(max_new_tokens=12)
 DIALECTS = ["vllm", "sglang"]
 
@@ -46,7 +49,9 @@ def session_of(
         try:
             facts = line.run(lambda http: look_at(http, server.url, None, 1.0))
             k = server.k if facts.k is None else facts.k
-            session = ServerSession({k: facts}, batch, context, Limits(timeout_s, 2), False, line)
+            session = ServerSession(
+                {k: facts}, batch, context, VOCABULARY, Limits(timeout_s, 2), False, line
+            )
 
             def ask(count: int = 3, params: SamplingParams = PARAMS) -> list[Finished]:
                 found: list[Finished] = []
@@ -232,7 +237,8 @@ def test_a_refused_connection_is_tried_again() -> None:
     """A server that has ended refuses connections in this way."""
     line, url = Line(), f"http://{HOST}:{free_port()}"
     facts = ServerFacts(url=url, kind="vllm", version=None, k=3, method=None, model="demo")
-    session, found = ServerSession({3: facts}, 1, 512, Limits(5.0, 2), False, line), []
+    session = ServerSession({3: facts}, 1, 512, VOCABULARY, Limits(5.0, 2), False, line)
+    found: list[Finished] = []
     session.run([Request(0, (3, 4))], 3, PARAMS, lambda _, done: found.extend(done))
     line.close()
     assert retries(found) == 2 and "Cannot connect" in str(found[0].error)
@@ -362,6 +368,59 @@ def test_k_of_sglang_s_n_grams(k: int, topk: int) -> None:
     line.close()
 
 
+@pytest.mark.parametrize("steps", ["3", [3], -3, 10**9, True])
+def test_a_k_that_is_no_number_is_not_known(steps: Any) -> None:
+    told = {"speculative_num_steps": steps, "speculative_num_draft_tokens": steps}
+    assert _facts(FakeServer("sglang", info=told)).k is None
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("told", [7, ["1"], {"a": "1"}, None])
+def test_a_version_that_is_no_text_is_not_known(dialect: str, told: Any) -> None:
+    server = FakeServer(dialect, k=3, info={"version": told})
+    with session_of(server) as ask:
+        answers = ask(1)
+    assert answers[0].error is None and _facts(server).version is None
+
+
+@pytest.mark.parametrize("told", [0, -5, True, "512", None])
+def test_a_context_that_is_no_length_is_not_known(told: Any) -> None:
+    assert _facts(FakeServer(model={"max_model_len": told})).max_model_len is None
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf"])
+@pytest.mark.parametrize("place", ['{position="x"}', "", '{position="²"}'])
+def test_counters_without_a_number_or_a_place_tell_nothing(value: str, place: str) -> None:
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    lines = [f"vllm:spec_decode_num_{name}_total {value}" for name in names]
+    lines += [f"vllm:generation_tokens_total {value}"]
+    lines += [f"vllm:spec_decode_num_accepted_tokens_per_pos_total{place} 1.0"]
+    server = FakeServer(metrics="\n".join(lines) + "\n")
+    assert _facts(server).k == 0
+    with session_of(server) as ask:
+        answers = ask(2)
+    assert [a.error for a in answers] == [None, None] and source(answers) is None
+
+
+def test_json_that_is_nested_too_deeply_is_no_answer() -> None:
+    deep = "[" * 100_000
+    with pytest.raises(SetupError, match="lists no model"):
+        _facts(FakeServer(page=deep))
+    with patch("tests.server.fake_server.json.dumps", return_value=deep):
+        with session_of(FakeServer()) as ask:
+            answers = ask(1)
+    assert answers[0].error == "the server sent an event that is nested too deeply"
+
+
+def _facts(server: FakeServer) -> ServerFacts:
+    line = Line()
+    with running(server):
+        try:
+            return line.run(lambda http: look_at(http, server.url, None, 1.0))
+        finally:
+            line.close()
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_no_more_is_asked_for_than_the_context_holds(dialect: str) -> None:
     """Servers refuse a request that could exceed it. SGLang's EAGLE keeps k + 1 tokens of it."""
@@ -462,7 +521,32 @@ def test_a_text_that_is_cut_before_its_length_is_told(dialect: str) -> None:
     assert remarks(answers) == {"max_tokens_cut"} and len(answers[0].token_ids) == 5
 
 
-@pytest.mark.parametrize("kind", ["sum", "beyond_k", "few", "form"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_text_beyond_its_length_is_told(dialect: str) -> None:
+    server = FakeServer(dialect, faults=Faults(beyond=7))
+    with session_of(server) as ask:
+        answers = ask(2)
+    assert remarks(answers) == {"max_tokens_exceeded"} and len(answers[0].token_ids) == 19
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_token_of_another_model_is_an_error(dialect: str) -> None:
+    """Ids that the recipe's target does not have: the server runs another model. The largest id of
+    the vocabulary is one of its own."""
+    server = FakeServer(dialect, faults=Faults(last=VOCABULARY - 1))
+    with session_of(server) as ask:
+        assert [a.error for a in ask(2)] == [None, None]
+    for last in (VOCABULARY, 2**70):
+        server = FakeServer(dialect, faults=Faults(last=last))
+        with session_of(server) as ask:
+            answers = ask(1)
+        assert answers[0].error is not None
+        told = "--target" if last == VOCABULARY else "not a whole number"
+        assert told in answers[0].error
+        assert server.asked == (1 if last == VOCABULARY else 3)
+
+
+@pytest.mark.parametrize("kind", ["sum", "beyond_k", "few", "form", "proposed", "huge"])
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_details_that_contradict_themselves_are_dropped(dialect: str, kind: str) -> None:
     server = FakeServer(dialect, detailed=True, faults=Faults(bad_details=kind))

@@ -482,6 +482,8 @@ def _told(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]
     [
         (["--server", "ftp://host"], "ftp://host"),
         (["--server", "localhost:8000"], "localhost:8000"),
+        (["--server", "http://host:1/v1?version=2"], "a query"),
+        (["--server", "http://host:1#x"], "a fragment"),
         (["--baseline-server", "http://host"], "--baseline-server"),
         (["--baseline", "."], "--baseline"),
         (["--server", "http://h:1", "--predict-only"], "--predict-only"),

@@ -91,6 +91,8 @@ MALFORMED: dict[str, tuple[str | bytes, int, str]] = {
     "data-misspelt": (GOOD + "data: {pth: x}\n", 2, "did you mean data.path?"),
     "data-without-path": (GOOD + "data: {split: test}\n", 2, "data.path: is required"),
     "nul-escape": ('target: {model: "a\\0b"}\n', 1, "NUL"),
+    "variable-nul": (GOOD + 'engine: {env: {A: "b\\0"}}\n', 2, "NUL"),
+    "variable-name": (GOOD + "engine: {env: {A=B: c}}\n", 2, "should not contain an equals sign"),
     "line-break": ('target: {model: "a\\nb"}\n', 1, "should not contain a line break"),
     "surrogate": ('target: {model: "\\uD800"}\n', 1, "should be valid Unicode text"),
     "not-utf8": (GOOD.encode() + b"# \xff\n", 2, "not UTF-8"),

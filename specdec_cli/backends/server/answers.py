@@ -10,7 +10,7 @@ from typing import Literal
 from specdec_cli.backends.base import Finished, Served
 from specdec_cli.backends.server.client import Answer
 from specdec_cli.backends.server.counters import OTHERS
-from specdec_cli.backends.server.dialects import Details, ServerFacts
+from specdec_cli.backends.server.dialects import Details, ServerFacts, is_count
 from specdec_cli.core.figures import Counted, EngineFacts
 
 Source = Literal["per_request", "chunks", "counters"]
@@ -65,8 +65,8 @@ def is_sound(found: Details, k: int, tokens_after_first: int, *, may_skip: bool)
     may_skip: whether a round may propose nothing. The server does not count such rounds, so the
         text may then be longer than the counted rounds explain.
     """
-    numbers = (found.num_rounds, found.num_accepted, *found.histogram)
-    if any(type(one) is not int or one < 0 for one in numbers) or len(found.histogram) > k + 1:
+    numbers = (found.num_rounds, found.num_accepted, *found.histogram, found.num_proposed or 0)
+    if not all(is_count(one) for one in numbers) or len(found.histogram) > k + 1:
         return False
     accepted = sum(place * count for place, count in enumerate(found.histogram))
     if sum(found.histogram) != found.num_rounds or accepted != found.num_accepted:
@@ -286,6 +286,8 @@ def finished(
         remarks.append("prefix_cache_hits")
     if reading.finish_reason == "length" and tokens < most:
         remarks.append("max_tokens_cut")
+    if tokens > most:
+        remarks.append("max_tokens_exceeded")
     if len(answer.chunks) < 2 and tokens > k + 1:
         remarks.append("one_chunk")
     order = rounds.order or ([], [])

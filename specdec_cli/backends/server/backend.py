@@ -223,6 +223,7 @@ class ServerBackend:
             servers=self.servers,
             batch_size=recipe.run.batch_size,
             max_model_len=plan.max_model_len,
+            vocab_size=plan.vocab_size,
             limits=Limits(recipe.engine.request_timeout_s, recipe.engine.retries),
             # Methods without weights look up earlier text, and may find nothing to propose.
             may_skip=weights_from(recipe.speculation.method) == "none",

@@ -25,6 +25,7 @@ from specdec_cli.backends.server.dialects import (
     Reading,
     Refused,
     ServerFacts,
+    is_count,
     key,
     without_key,
     words_of,
@@ -134,6 +135,7 @@ class Client:
     """Sends requests to one server.
 
     context: the largest number of tokens of a prompt and its answer.
+    vocab_size: the number of token ids of the recipe's target.
     most: the largest number of concurrent requests; None for no limit.
     """
 
@@ -143,6 +145,7 @@ class Client:
     params: SamplingParams
     limits: Limits
     context: int
+    vocab_size: int
     most: int | None
 
     async def ask_all(self, requests: Sequence[Request]) -> list[Answer]:
@@ -214,7 +217,7 @@ class Client:
             try:
                 async with asyncio.timeout(limits.timeout_s):
                     await self._attempt(answer)
-                answer.error = _changed_prompt(answer)
+                answer.error = _changed_prompt(answer) or self._foreign_token(answer)
                 if answer.error is not None:
                     answer.lost_tokens += most_new
                 return
@@ -232,6 +235,17 @@ class Client:
                 continue
             answer.lost_tokens += most_new
             return
+
+    def _foreign_token(self, answer: Answer) -> str | None:
+        """Return an error message if the server wrote a token that the recipe's target does not
+        have, as another model does; otherwise None."""
+        largest = max(answer.reading.token_ids, default=0)
+        if largest < self.vocab_size:
+            return None
+        return (
+            f"the server wrote the token id {largest}, but the target's vocabulary has "
+            f"{self.vocab_size}: pass the server's own model as --target"
+        )
 
     async def _attempt(self, answer: Answer) -> None:
         params = replace(self.params, max_new_tokens=self.most_new(answer.request))
@@ -260,7 +274,10 @@ class Client:
         """Add an event to `reading`, and return the number of its new tokens. Returns 0 for text
         without ids, and None if the event has neither text nor ids."""
         before = len(reading.token_ids), len(reading.text)
-        event = json.loads(data)
+        try:
+            event = json.loads(data)
+        except RecursionError:
+            raise Broken("the server sent an event that is nested too deeply") from None
         if not isinstance(event, dict):
             raise Broken("the server sent an event that is not a JSON object")
         try:
@@ -271,7 +288,7 @@ class Client:
             *reading.token_ids[before[0] :],
             *([] if reading.usage is None else [reading.usage]),
         ]
-        if any(type(one) is not int or one < 0 for one in counts):
+        if not all(map(is_count, counts)):
             raise Broken("the server sent a token id or a usage that is not a whole number >= 0")
         new = len(reading.token_ids) - before[0]
         has_text = not reading.token_ids and len(reading.text) > before[1]
@@ -310,6 +327,6 @@ async def error_words(response: aiohttp.ClientResponse) -> str:
     text = (await response.content.read(1 << 16)).decode(errors="replace")
     try:
         found: Any = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = text.strip() or response.reason
     return words_of(found)

@@ -1,5 +1,6 @@
 """Reads the counters that a server exposes at /metrics, and compares two readings."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -30,7 +31,9 @@ class Scrape:
         for family in text_string_to_metric_families(text):
             # The parser drops `_total` from a family's name, but not from its samples' names.
             for sample in family.samples:
-                if sample.name.startswith(_PREFIX) and sample.name.endswith(("_total", "_created")):
+                is_ours = sample.name.startswith(_PREFIX)
+                is_counter = is_ours and sample.name.endswith(("_total", "_created"))
+                if is_counter and math.isfinite(sample.value):
                     found[sample.name, tuple(sorted(sample.labels.items()))] = sample.value
         return cls(found)
 
@@ -45,8 +48,9 @@ class Scrape:
         """The number of accepted tokens by position in the draft, from 0."""
         found: dict[int, float] = {}
         for (name, labels), value in self.values.items():
-            if name == _PER_POSITION:
-                place = int(dict(labels)["position"])
+            text = dict(labels).get("position", "")
+            if name == _PER_POSITION and text.isascii() and text.isdigit():
+                place = int(text)
                 found[place] = found.get(place, 0.0) + value
         return found
 

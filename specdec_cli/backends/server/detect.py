@@ -10,11 +10,12 @@ import aiohttp
 
 from specdec_cli.backends.server import times
 from specdec_cli.backends.server.client import error_words
-from specdec_cli.backends.server.dialects import ServerFacts, words_of
+from specdec_cli.backends.server.dialects import ServerFacts, is_count, words_of
 from specdec_cli.backends.server.session import scrape
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.text import one_line
 
+_MOST_K = 1024  # the largest k of a recipe
 _UNREACHED = "check that it is up, its host and its port; sweep-k --serve vllm starts one by itself"
 
 
@@ -39,6 +40,11 @@ def address(text: str, option: str) -> str:
         has_host, _ = bool(parts.hostname), parts.port
     except ValueError:
         raise UsageError(f"{option}: {one_line(text)} is not an address") from None
+    if parts.query or parts.fragment:
+        raise UsageError(
+            f"{option}: {one_line(text)} has a query or a fragment, which no request would carry",
+            "pass the address alone, such as http://localhost:8000",
+        )
     if parts.scheme not in ("http", "https") or not has_host:
         raise UsageError(
             f"{option}: expected an address such as http://localhost:8000, got {one_line(text)}"
@@ -71,19 +77,20 @@ async def look_at(
         raise _other_program(url, "/v1/models lists no model")
     chosen = _chosen(url, named, served_model)
     most = chosen.get("max_model_len")
+    is_length = type(most) is int and most > 0
     common: dict[str, Any] = {
         "url": url,
         "model": str(chosen["id"]),
-        "max_model_len": most if type(most) is int else None,
+        "max_model_len": most if is_length else None,
     }
     _, info = await _json(http, url, "/server_info")
     if isinstance(info, Mapping) and "speculative_algorithm" in info:
         return ServerFacts(
             **common,
             kind="sglang",
-            version=info.get("version"),
+            version=_text(info.get("version")),
             k=_sglang_k(info),
-            method=info["speculative_algorithm"],
+            method=_text(info["speculative_algorithm"]),
             is_tree=_topk(info) not in (None, 1),
             incremental=bool(info.get("incremental_streaming_output")),
         )
@@ -92,24 +99,33 @@ async def look_at(
     if counters is not None or (isinstance(version, Mapping) and "version" in version):
         told = version.get("version") if isinstance(version, Mapping) else None
         k = counters.k if counters is not None else None
-        return ServerFacts(**common, kind="vllm", version=told, k=k, method=None)
+        return ServerFacts(**common, kind="vllm", version=_text(told), k=k, method=None)
     return ServerFacts(**common, kind="openai", version=None, k=None, method=None)
 
 
-def _sglang_k(info: Mapping[str, Any]) -> int:
-    """Return the number of proposals per round of an SGLang server. SGLang's number of draft tokens
-    includes one token that the target has already chosen. So for a chain of draft tokens, k is that
-    number minus 1. For a draft tree, k is its depth, the number of steps."""
+def _text(found: object) -> str | None:
+    """Return `found` if it is text; None for anything else that a server may report instead."""
+    return found if isinstance(found, str) else None
+
+
+def _sglang_k(info: Mapping[str, Any]) -> int | None:
+    """Return the number of proposals per round of an SGLang server; None if its reply holds no
+    usable numbers. SGLang's number of draft tokens includes one token that the target has already
+    chosen. So for a chain of draft tokens, k is that number minus 1. For a draft tree, k is its
+    depth, the number of steps."""
     algorithm = info["speculative_algorithm"]
     if algorithm is None:
         return 0
     steps, tokens = (info.get(f"speculative_num_{name}") for name in ("steps", "draft_tokens"))
+    if not (is_count(steps or 0) and is_count(tokens or 0)):
+        return None
     # The steps of n-gram lookup are its tokens divided by the breadth of its tree, not its depth.
     if algorithm != "NGRAM" and steps is not None and (tokens is None or _topk(info) != 1):
-        return int(steps)
+        return steps if steps <= _MOST_K else None
     # For chains, the number of steps cannot be used: drafters that propose a whole block at once
     # report one step.
-    return max(0, int(tokens or 1) - 1)
+    k = max(0, (tokens or 1) - 1)
+    return k if k <= _MOST_K else None
 
 
 def _topk(info: Mapping[str, Any]) -> Any:
@@ -175,5 +191,5 @@ async def _json(http: aiohttp.ClientSession, url: str, path: str) -> tuple[int, 
         async with asyncio.timeout(times.SHORT_S), http.get(url + path) as response:
             is_json = response.status == 200
             return response.status, await response.json(content_type=None) if is_json else None
-    except (aiohttp.ClientError, OSError, ValueError):
+    except (aiohttp.ClientError, OSError, ValueError, RecursionError):
         return 0, None

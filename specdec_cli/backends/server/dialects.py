@@ -125,6 +125,11 @@ def seed_of(request: Request, params: SamplingParams) -> int:
     return (params.seed + request.index) % 2**31
 
 
+def is_count(found: object) -> bool:
+    """Return True for a number that can be a count: a whole number from 0, in 32 bits."""
+    return type(found) is int and 0 <= found < 2**31
+
+
 def listed(found: object) -> tuple[Any, ...]:
     """Return the values of `found` as a tuple if it is a list; otherwise ()."""
     return tuple(found) if isinstance(found, list) else ()

@@ -97,6 +97,7 @@ class ServerSession:
     servers: Mapping[int, ServerFacts]
     batch_size: int
     max_model_len: int
+    vocab_size: int
     limits: Limits
     may_skip: bool
     line: "Line"
@@ -166,7 +167,9 @@ class ServerSession:
         before = await scrape(http, facts.url) if dialect.counts else None
         most = self.batch_size or None
         context = self._context(k)
-        answers = await ask(Client(http, dialect, facts, params, self.limits, context, most))
+        vocab_size = self.vocab_size
+        client = Client(http, dialect, facts, params, self.limits, context, vocab_size, most)
+        answers = await ask(client)
         if before is None:
             return answers, None
         tokens = sum(a.num_tokens for a in answers if a.error is None)
