@@ -4,7 +4,7 @@ They add defaults and checks, so a plugin's class may define as little as one me
 it ends the run with a one-line error that names the plugin.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from specdec_cli.core.drafting import Doubt, Drafting, Stop
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
-from specdec_cli.errors import SpecdecError, UsageError
+from specdec_cli.errors import ExitCode, SpecdecError, UsageError
 from specdec_cli.lengths.base import LastRounds
 from specdec_cli.lengths.costs import RoundCosts
 from specdec_cli.methods.base import MethodParts, Proposer
@@ -37,8 +37,10 @@ def blamed(who: str, doing: str, about_none: str = "") -> Iterator[None]:
         yield
     except (SpecdecError, NoForecast, torch.OutOfMemoryError):
         raise
-    except Exception as problem:
-        told = " ".join(f"{type(problem).__name__}: {problem}".split())
+    except (Exception, SystemExit) as problem:
+        if isinstance(problem, SystemExit) and problem.code == ExitCode.SIGTERM:  # a signal's
+            raise
+        told = " ".join(f"{type(problem).__name__}: {problem}".split()).removesuffix(":")
         hint = f"{about_none}; " if about_none and "NoneType" in told else ""
         raise UsageError(f"{who}: {doing} raised {told}", f"{hint}-v shows where") from problem
 
@@ -79,6 +81,15 @@ class DeviceCounts:
         return found
 
 
+def restored(held: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Write the values `before` back into the tensors `held`, and return a bool scalar: whether any
+    of them had changed."""
+    changed = torch.stack([(h != b).any() for h, b in zip(held, before, strict=True)]).any()
+    for tensor, values in zip(held, before, strict=True):
+        tensor.copy_(values)
+    return changed
+
+
 def expect(
     who: str,
     name: str,
@@ -112,8 +123,9 @@ class PluggedMethod:
     def __init__(self, name: str, made: type[Any], parts: MethodParts) -> None:
         self.who = f"method {name}"
         self.vocab_size = parts.target.vocab_size
-        # Token ids outside the vocabulary, and lengths (`Candidates.lens`) outside 0..caps.
-        self._num_invalid = DeviceCounts(2)
+        # Token ids outside the vocabulary, lengths (`Candidates.lens`) outside 0..caps, and rounds
+        # in which `propose` wrote to what it was given.
+        self._num_invalid = DeviceCounts(3)
         with blamed(self.who, "making it"):
             self.inner = built(type(made.__name__, (made, Proposer), {}), parts)
             self.feature_layers = tuple(self.inner.feature_layers)
@@ -168,6 +180,8 @@ class PluggedMethod:
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
         """Propose tokens. An invalid id ends its sequence's proposals, and `check` reports it."""
         hint = "" if self.inner.needs_text else "state.texts is None without needs_text = True"
+        held = (state.numbers, draft.caps)
+        before = [tensor.clone() for tensor in held]
         with blamed(self.who, "propose", hint):
             found = self.inner.propose(state, draft)
         if not isinstance(found, Candidates):
@@ -176,6 +190,7 @@ class PluggedMethod:
         expect(self.who, "token_ids", found.token_ids, (batch, k), torch.int64, device)
         expect(self.who, "lens", found.lens, (batch,), torch.int64, device)
         self._check_dist(found.q, (batch, k), device)
+        written = restored(held, before)
         place = torch.arange(k, device=device)
         lens = torch.minimum(found.lens.clamp(min=0), draft.caps)
         ids = found.token_ids
@@ -184,8 +199,9 @@ class PluggedMethod:
         least = -1 if draft.num_drawn else 0
         invalid = ((ids < least) | (ids >= self.vocab_size)) & (place < lens[:, None])
         outside = (found.lens != lens) & state.active
-        counts = torch.stack((invalid.sum() * state.active.any(), outside.sum()))
-        self._num_invalid.add(counts)
+        is_used = state.active.any()
+        counts = invalid.sum() * is_used, outside.sum(), (written & is_used).long()
+        self._num_invalid.add(torch.stack(counts))
         first = torch.where(invalid, place, k).amin(dim=1)
         clamped = ids.clamp(least, self.vocab_size - 1)
         return Candidates(clamped, torch.minimum(lens, first), found.q)
@@ -205,11 +221,14 @@ class PluggedMethod:
             expect(self.who, "q.stats", q.stats, (*shape, 4), torch.float32, device)
 
     def check(self) -> None:
-        """Raise `UsageError` if the plugin has proposed ids outside the vocabulary, or returned
-        `lens` outside 0..caps, since the last call."""
+        """Raise `UsageError` if the plugin has proposed ids outside the vocabulary, returned `lens`
+        outside 0..caps, or written to the state or the caps, since the last call."""
         with blamed(self.who, "check"):
             self.inner.check()
-        ids, lens = self._num_invalid.taken()
+        ids, lens, written = self._num_invalid.taken()
+        if written:
+            told = f"propose changed tensors of state, or draft.caps, in {written} rounds"
+            raise UsageError(f"{self.who}: {told}", "change a copy: tensor.clone()")
         if ids or lens:
             told = f"{ids} proposed ids are outside the vocabulary of {self.vocab_size}"
             if not ids:
@@ -233,8 +252,9 @@ class PluggedRule(AcceptanceRule):
         self.remark: str | None = getattr(inner, "remark", None)
         if not (self.is_lossless or self.remark):
             self.remark = "the text may not follow the target's distribution"
-        # Values of `num_accepted` outside 0..lens, and token ids outside the vocabulary.
-        self._num_invalid = DeviceCounts(2)
+        # Values of `num_accepted` outside 0..lens, token ids outside the vocabulary, and rounds in
+        # which `decide` wrote to what it was given.
+        self._num_invalid = DeviceCounts(3)
 
     def decide(
         self,
@@ -243,6 +263,8 @@ class PluggedRule(AcceptanceRule):
         params: SamplingParams,
         noise: Noise | None,
     ) -> Verdict:
+        held = (candidates.token_ids, candidates.lens)
+        before = [tensor.clone() for tensor in held]
         with blamed(self.who, "decide"):
             found = self.inner.decide(candidates, target, params, noise)
         if not isinstance(found, Verdict):
@@ -251,6 +273,8 @@ class PluggedRule(AcceptanceRule):
         vocab, lens, told = target.logits.shape[-1], candidates.lens, found.num_accepted
         expect(self.who, "token_ids", found.token_ids, (batch, k + 1), torch.int64, device)
         expect(self.who, "num_accepted", told, (batch,), torch.int64, device)
+        is_used = (before[1] > 0).any()
+        written = restored(held, before) & is_used
         place = torch.arange(k + 1, device=device)
         # -1 and -2 say that the target's or the draft's logits are not finite, where that is true.
         unknown = ~target.logits.amax(dim=-1).isfinite() & (place <= lens[:, None])
@@ -263,14 +287,17 @@ class PluggedRule(AcceptanceRule):
         is_outside = (ids != found.token_ids) & (place <= accepted[:, None]) & (lens > 0)[:, None]
         # A token that was drawn from logits that are not finite is -1.
         accepted = torch.where(is_outside.any(dim=1) & of_target, -1, accepted)
-        counts = is_invalid.sum(), (is_outside & ~of_target[:, None]).sum()
+        counts = is_invalid.sum(), (is_outside & ~of_target[:, None]).sum(), written.long()
         self._num_invalid.add(torch.stack(counts))
         return Verdict(ids, accepted)
 
     def check(self) -> None:
-        """Raise `UsageError` if the plugin has accepted more than was proposed, or written ids
-        outside the vocabulary, since the last call."""
-        accepted, ids = self._num_invalid.taken()
+        """Raise `UsageError` if the plugin has accepted more than was proposed, written ids outside
+        the vocabulary, or written to the proposals, since the last call."""
+        accepted, ids, written = self._num_invalid.taken()
+        if written:
+            told = f"decide changed tensors of candidates in {written} rounds"
+            raise UsageError(f"{self.who}: {told}", "change a copy: tensor.clone()")
         if accepted or ids:
             told = f"{accepted} of the num_accepted that decide returned are outside 0..lens"
             if ids:

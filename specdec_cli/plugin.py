@@ -13,6 +13,7 @@ recipe, since a plugin runs code.
 
 import hashlib
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -35,6 +36,7 @@ from specdec_cli.text import one_line
 
 Made = TypeVar("Made", bound=type[Any])
 
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 LOADED: dict[Path, str] = {}  # each plugin file's SHA-256, for the record of the environment
 
 
@@ -50,6 +52,7 @@ def method(name: str, *, weights_from: WeightsFrom = "none") -> Callable[[Made],
     """
 
     def register(made: Made) -> Made:
+        _check(name, made)
         own = getattr(made, "describe", None)
         if weights_from == "target" and own is None:
             raise ValueError(
@@ -57,6 +60,8 @@ def method(name: str, *, weights_from: WeightsFrom = "none") -> Callable[[Made],
             )
 
         def make(parts: MethodParts) -> Proposer:
+            if not callable(getattr(made, "propose", None)):
+                raise UsageError(f"method {name}: its class has no propose(self, state, draft)")
             parts = replace(parts, speculation=_own(parts.speculation))
             return cast(Proposer, PluggedMethod(name, made, parts))
 
@@ -79,6 +84,8 @@ def rule(name: str) -> Callable[[Made], Made]:
     """Return a decorator that registers a class as an acceptance rule."""
 
     def register(made: Made) -> Made:
+        _check(name, made)
+
         def make(speculation: Any) -> PluggedRule:
             with blamed(f"acceptance {name}", "making it"):
                 return PluggedRule(name, built(made, _own(speculation)))
@@ -93,6 +100,8 @@ def policy(name: str) -> Callable[[Made], Made]:
     """Return a decorator that registers a class as a length policy."""
 
     def register(made: Made) -> Made:
+        _check(name, made)
+
         def make(speculation: Any) -> PluggedPolicy:
             with blamed(f"length policy {name}", "making it"):
                 return PluggedPolicy(name, built(made, _own(speculation)))
@@ -101,6 +110,15 @@ def policy(name: str) -> Callable[[Made], Made]:
         return made
 
     return register
+
+
+def _check(name: object, made: object) -> None:
+    """Raise `ValueError` unless a decorator was given a name that options and recipes can hold, and
+    stands above a class."""
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise ValueError(f"{name!r:.60} is no name: use letters, digits, '_' and '-' only")
+    if not isinstance(made, type):
+        raise ValueError(f"{name!r} should be a class, but is a {type(made).__name__}")
 
 
 def _own(speculation: SpeculationSection) -> SpeculationSection:

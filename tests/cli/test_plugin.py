@@ -475,6 +475,8 @@ BAD_METHODS = {
         r"method mine: \d+ of the lens that propose returned are outside 0..caps"
     ),
     "return [1, 2]": r"method mine: propose should return Candidates, not \[1, 2\]",
+    "assert False": "method mine: propose raised AssertionError",
+    "raise SystemExit(0)": "method mine: propose raised SystemExit: 0",
     "raise KeyError('lost\\nit')": r"method mine: propose raised KeyError: 'lost\\nit'",
 }
 
@@ -488,11 +490,22 @@ def test_bad_methods_get_one_line(
     assert re.fullmatch(BAD_METHODS[body], message), message
 
 
+def test_a_method_without_propose_gets_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    message = refusal(capsys, tmp_path, "method", "needs_text = True", "--draft", "mine")
+    assert message == "method mine: its class has no propose(self, state, draft)"
+
+
 def made_method(**members: Any) -> PluggedMethod:
     """A plugin's method with these members, for a target of 8 tokens and 2 layers."""
     module = SimpleNamespace(config=SimpleNamespace(num_hidden_layers=2))
     parts: Any = SimpleNamespace(target=SimpleNamespace(vocab_size=8, module=module))
     return PluggedMethod("mine", type("Mine", (), members), parts)
+
+
+def one_slot() -> Any:
+    return SimpleNamespace(active=torch.tensor([True]), numbers=torch.arange(4)[:, None])
 
 
 @pytest.mark.parametrize(
@@ -532,7 +545,7 @@ def test_a_method_s_own_proposer_for_few_proposals_is_checked_too() -> None:
     assert isinstance(part, PluggedMethod) and (whole.k, part.k, part.tail) == (3, 2, 2)
     with pytest.raises(UsageError, match="tail should be an integer of at least 1"):
         whole.up_to(0)
-    state: Any = SimpleNamespace(active=torch.tensor([True]))
+    state = one_slot()
     part.propose(state, Drafting(1, SamplingParams(), torch.tensor([1]), 8))
     with pytest.raises(UsageError, match="1 proposed ids are outside the vocabulary of 8"):
         whole.check()
@@ -566,15 +579,53 @@ def test_proposals_of_a_bad_method_get_one_line(result: Any, told: str) -> None:
     lens = torch.tensor([2], device=at["lens"])
     q = None if isinstance(result, str) else result
     found = made_method(propose=lambda *_: Candidates(ids, lens, q))
-    state: Any = SimpleNamespace(active=torch.tensor([True]))
+    state = one_slot()
     with pytest.raises(UsageError, match=f"^method mine: {told}"):
         found.propose(state, Drafting(2, SamplingParams(), torch.tensor([2]), 8))
+
+
+@pytest.mark.parametrize("name", ["caps", "numbers", "neither"])
+def test_a_method_that_writes_to_what_it_is_given_is_named(name: str) -> None:
+    """The text is the target's whatever is proposed, so the state is put back first."""
+    state, draft = one_slot(), Drafting(2, SamplingParams(), torch.tensor([1]), 8)
+    lens = torch.tensor([1])
+
+    def propose(_: object, state: Any, draft: Drafting) -> Candidates:
+        given = {"caps": draft.caps, "numbers": state.numbers, "neither": lens.clone()}
+        given[name].add_(1)
+        return Candidates(torch.zeros(PLACE, dtype=torch.int64), lens)
+
+    found = made_method(propose=propose)
+    for is_active in (False, True):
+        state.active.fill_(is_active)
+        assert found.propose(state, draft).lens.tolist() == [1]
+        assert draft.caps.tolist() == [1] and state.numbers.flatten().tolist() == [0, 1, 2, 3]
+    if name != "neither":
+        with pytest.raises(UsageError, match=r"^method mine: propose changed .* in 1 rounds$"):
+            found.check()
+    found.check()
+
+
+@pytest.mark.parametrize("name", ["token_ids", "lens"])
+def test_a_rule_that_writes_to_the_proposals_is_named(name: str) -> None:
+    class Mine:
+        def decide(self, candidates: Candidates, *_: object) -> Verdict:
+            getattr(candidates, name).add_(1)
+            return Verdict(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([2]))
+
+    candidates = Candidates(torch.tensor([[3, 4]]), torch.tensor([1]))
+    rule = PluggedRule("mine", Mine())
+    output = TargetOutput(torch.zeros(1, 3, 8))
+    assert rule.decide(candidates, output, SamplingParams(), None).num_accepted.tolist() == [1]
+    assert candidates.token_ids.tolist() == [[3, 4]] and candidates.lens.tolist() == [1]
+    with pytest.raises(UsageError, match=r"^acceptance mine: decide changed .* in 1 rounds$"):
+        rule.check()
 
 
 def test_only_a_drawn_token_marks_logits_that_are_not_finite() -> None:
     ids = torch.tensor([[1, -1]])
     found = made_method(propose=lambda *_: Candidates(ids, torch.tensor([2])))
-    state: Any = SimpleNamespace(active=torch.tensor([True]))
+    state = one_slot()
     draft = Drafting(2, SamplingParams(), torch.tensor([2]), 8)
     assert found.propose(state, draft).lens.tolist() == [1]
     with pytest.raises(
@@ -855,6 +906,10 @@ def test_bad_policies_get_one_line(
             ":7: ValueError: 'a' is registered already",
         ),
         ("raise SystemExit(0)", ":1: SystemExit: 0"),
+        (f"{HEAD}@method(5)\nclass Mine: pass", ":5: ValueError: 5 is no name: use letters"),
+        (f"{HEAD}@rule('a b')\nclass Mine: pass", ":5: ValueError: 'a b' is no name: use"),
+        (f"{HEAD}@policy('')\nclass Mine: pass", ":5: ValueError: '' is no name: use letters"),
+        (f"{HEAD}@method('a')\ndef a(): pass", ":5: ValueError: 'a' should be a class, but is a"),
     ],
 )
 def test_bad_files_get_one_line(
