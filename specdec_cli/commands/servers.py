@@ -81,6 +81,8 @@ def _as_before(servers: Named, folder: Path) -> Named:
     """
     kept = checked(read_json(folder / _FILE), Named)
     if isinstance(kept, Named):
+        for url in [*kept.urls, *([] if kept.plain_url is None else [kept.plain_url])]:
+            address(url, str(folder / _FILE))  # the file may have been edited
         if not servers.urls:  # show where prompts and the API key will be sent
             typer.echo(inert(f"servers from {folder}: {', '.join(kept.urls)}"), err=True)
         urls, ks = servers.urls or kept.urls, kept.ks if servers.ks is None else servers.ks

@@ -168,6 +168,27 @@ def served_metrics(done: Sequence[Sample], key: Key) -> Metrics:
     )
 
 
+def other_engines(samples: Iterable[Samples]) -> list[Notice]:
+    """Return a warning if k = 0 was measured on another engine, or another version of it, than a
+    k > 0. The speed-up then compares engines, too."""
+    names: dict[int, set[str]] = {}
+    for sample in (one for of in samples for one in of.values() if one.could_run):
+        engine = sample.engine
+        name = "specdec" if engine is None else f"{engine.kind} {engine.version or ''}".strip()
+        names.setdefault(sample.k, set()).add(name)
+    plain = names.get(0)
+    others = sorted(k for k, own in names.items() if plain is not None and own != plain)
+    if plain is None or not others:
+        return []
+    first = others[0]
+    told = (
+        f"k = 0 was measured with {', '.join(sorted(plain))} and k = {first} with "
+        f"{', '.join(sorted(names[first]))}, so that speed-ups compare engines too: take k = 0 "
+        "from a server of the same engine and version"
+    )
+    return [Notice("other_engine", told, {"ks": others})]
+
+
 def remarks_of(samples: Iterable[Samples]) -> list[Notice]:
     """Return one warning for each kind of remark about servers, with the number of samples that
     have it and the prompt of the first one."""

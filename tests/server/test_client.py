@@ -375,7 +375,7 @@ def test_a_k_that_is_no_number_is_not_known(steps: Any) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("told", [7, ["1"], {"a": "1"}, None])
+@pytest.mark.parametrize("told", [7, ["1"], {"a": "1"}, " ", None])
 def test_a_version_that_is_no_text_is_not_known(dialect: str, told: Any) -> None:
     server = FakeServer(dialect, k=3, info={"version": told})
     with session_of(server) as ask:

@@ -15,6 +15,8 @@ import pytest
 
 from specdec_cli.app import main
 from specdec_cli.backends.server import times
+from specdec_cli.commands.servers import named
+from specdec_cli.errors import UsageError
 from specdec_cli.report.runs import side_by_side
 from tests.cli.generate_helpers import Result
 from tests.cli.sweep_helpers import gain, samples, specdec, stopped_sweep
@@ -176,6 +178,37 @@ def test_a_baseline_server_and_a_baseline_folder(
     for found in (first, second):
         assert point(found, 0)["speedup"] == 1.0 and gain(point(found, 3)) > 0
     assert point(second, 0) == point(first, 0)
+
+
+@pytest.mark.parametrize("url", ["x", "http://me:secret@host"])
+def test_addresses_in_a_folder_are_checked(tmp_path: Path, url: str) -> None:
+    kept = {"urls": ["http://host"], "plain_url": url, "baseline": None, "ks": None}
+    (tmp_path / "servers.json").write_text(json.dumps(kept))
+    with pytest.raises(UsageError, match=r"servers\.json: ") as found:
+        named(None, None, None, None, tmp_path)
+    assert "secret" not in str(found.value)
+
+
+def test_speed_ups_over_another_engine_are_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A k = 0 of our own engine, of another kind of server and of another version."""
+    native = ("--k", "0", "-o", tmp_path / "native")
+    swept(capsys, *native)
+    server = FakeServer(k=3)
+    with running(server):
+        found = swept(capsys, *urls(server), "--baseline", tmp_path / "native")
+    (told,) = [one for one in found["warnings"] if one["code"] == "other_engine"]
+    assert "with specdec and k = 3 with vllm 0.25.1" in told["message"]
+    assert told["evidence"] == {"ks": [3]}
+    for plain, is_told in (
+        (FakeServer("sglang", k=0), True),
+        (FakeServer(k=0, version="0.33.0"), True),
+        (FakeServer(k=0), False),
+    ):
+        with running(server, plain):
+            found = swept(capsys, *urls(server, plain))
+        assert ("other_engine" in codes(found)) == is_told
 
 
 def test_ks_are_chosen_among_the_servers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,7 +105,7 @@ async def look_at(
 
 def _text(found: object) -> str | None:
     """Return `found` if it is text; None for anything else that a server may report instead."""
-    return found if isinstance(found, str) else None
+    return found if isinstance(found, str) and found.strip() else None
 
 
 def _sglang_k(info: Mapping[str, Any]) -> int | None:

@@ -20,7 +20,7 @@ from specdec_cli.experiment.load.points import (
 )
 from specdec_cli.experiment.lossless_check import failed_check
 from specdec_cli.experiment.points import Failure, arm_points, error_of
-from specdec_cli.experiment.served import remarks_of
+from specdec_cli.experiment.served import other_engines, remarks_of
 from specdec_cli.experiment.statistics.noise import (
     disturbances,
     impossible_speeds,
@@ -134,6 +134,7 @@ def sweep_document(
         *tokens_notice(tokens),
         *failed_check(check),
         *remarks_of(records.samples.values()),
+        *other_engines(records.samples.values()),
     ]
     concluded = (_of_batches if is_closed else _at_rates)(settings, records, points, told)
     document: dict[str, Any] = {
