@@ -47,6 +47,17 @@ def point(document: dict[str, Any], k: int, rate: Any) -> dict[str, Any]:
     return dict(found)
 
 
+def test_texts_of_other_lengths_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """A server that ends texts early looks fast."""
+    plain = FakeServer(k=0)
+    for most, is_told in ((1, True), (None, False)):
+        with running(plain, short := FakeServer(k=3, faults=Faults(most=most))):
+            found = swept(capsys, *urls(plain, short), "--request-rate", "60")
+        told = [w for w in found["warnings"] if w["code"] == "lengths_differ"]
+        assert [w["evidence"]["k"] for w in told] == ([3] if is_told else [])
+        assert all("1 tokens on average, and 8 at k = 0" in w["message"] for w in told)
+
+
 def test_servers_under_load(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plain, fast = FakeServer(k=0, round_s=0.004), FakeServer(k=3, round_s=0.004)
     run = tmp_path / "run"

@@ -35,6 +35,7 @@ from specdec_cli.experiment.statistics.stats import joint_reach
 _LONGER = 4.0  # recommended duration, as a multiple of the shortest window with an interval
 _MORE = 1.1  # a point that answers this many times as many requests as another keeps up better
 _LATE = 0.05  # smallest send delay to report, as a share of the mean gap between requests
+_OTHER_LENGTH = 1.1  # smallest ratio of texts' mean lengths to report
 _NO_LATENCIES = {name: Spread.of([]) for name in ("ttft_ms", "tpot_ms", "e2el_ms")}
 
 
@@ -140,9 +141,10 @@ def time_ratio(
 
 
 def load_warnings(points: Sequence[Point]) -> list[Notice]:
-    """Return warnings about servers that fell behind, windows too short for an interval, and
-    requests that the client sent late."""
+    """Return warnings about servers that fell behind, windows too short for an interval, requests
+    that the client sent late, and texts that are longer or shorter than those of k = 0."""
     found = []
+    plain = {p.request_rate: length for p in points if p.k == 0 and (length := _length(p))}
     for point in points:
         if (load := point.load) is None or point.request_rate is None:
             continue
@@ -170,7 +172,24 @@ def load_warnings(points: Sequence[Point]) -> list[Notice]:
                 "give the client free processors, or lower --request-rate"
             )
             found.append(Notice("client_late", told, evidence))
+        own, other = _length(point), plain.get(point.request_rate)
+        if point.k and own and other and max(own / other, other / own) > _OTHER_LENGTH:
+            told = (
+                f"{where}: texts have {own:.3g} tokens on average, and {other:.3g} at k = 0, so "
+                "that latencies and speed-up compare texts of other lengths: give all texts one "
+                "length (--ignore-eos)"
+            )
+            found.append(Notice("lengths_differ", told, evidence))
     return found
+
+
+def _length(point: Point) -> float | None:
+    """Return the mean number of output tokens of a point's texts; None if it was not measured, or
+    if the point is overloaded and so has no latencies to compare."""
+    tokens, prompts = point.number("num_output_tokens"), point.number("num_prompts")
+    if not tokens or not prompts or (point.load is not None and point.load.overloaded):
+        return None
+    return tokens / prompts
 
 
 @dataclass(frozen=True, slots=True)
