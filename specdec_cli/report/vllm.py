@@ -173,7 +173,7 @@ def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any] | None, list
         target_tp = point.target_tp or run.setting("target", "tensor_parallel_size") or 1
         draft_tp = point.draft_tp or run.setting("draft", "tensor_parallel_size") or 1
         config["draft_tensor_parallel_size"] = target_tp
-        if draft_tp != target_tp:
+        if draft_tp != target_tp and point.engine is None:
             notes.append(
                 f"Measured with draft TP {draft_tp} under target TP {target_tp}. vLLM refuses a "
                 "draft model whose degree differs from the target's, so the config says "
@@ -183,11 +183,24 @@ def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any] | None, list
     notes += found.notes
     if is_given(run.setting("speculation", "acceptance")):
         notes.append("Acceptance was given in this run, so k is the best only if it is real.")
-    notes.append(
-        "Times are this engine's. vLLM's draft step may cost more, which lowers the best k: "
-        "rehearse with the acceptance measured here before believing a speed-up."
-    )
+    notes.append(_of_times(run, point))
     return config, notes
+
+
+def _of_times(run: ReportedRun, point: Point) -> str:
+    """Return the note on the engine that the times of a point come from."""
+    if (engine := point.engine) is None:
+        return (
+            "Times are this engine's. vLLM's draft step may cost more, which lowers the best k: "
+            "rehearse with the acceptance measured here before believing a speed-up."
+        )
+    told = f"Times are those of {' '.join(filter(None, (engine.kind, engine.version)))}."
+    if run.setting("engine", "kind") in (None, "native"):  # --server
+        told += (
+            " Its servers were started elsewhere, and the flags here are the recipe's: compare "
+            "them with the flags of the server that was measured."
+        )
+    return told
 
 
 def _schedule(bests: Sequence[Finding], draft: str | None) -> list[list[int]]:

@@ -180,6 +180,40 @@ def test_a_baseline_server_and_a_baseline_folder(
     assert point(second, 0) == point(first, 0)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "words", "told"),
+    [
+        ("NGRAM", (), "runs NGRAM, but the recipe's method draft_model is SGLang's STANDALONE"),
+        ("EAGLE", ("--draft", "demo:eagle3"), "the recipe's method eagle3 is SGLang's EAGLE3"),
+        ("NGRAM", ("--draft", "ngram"), None),
+        ("eagle3", ("--draft", "demo:eagle3"), None),
+        ("NEXTN", ("--set", "speculation.method=none", "--set", "draft=null"), None),
+    ],
+)
+def test_a_server_of_another_method_is_refused(
+    capsys: pytest.CaptureFixture[str], algorithm: str, words: tuple[str, ...], told: str | None
+) -> None:
+    server = FakeServer("sglang", k=2, algorithm=algorithm)
+    with running(server):
+        found = specdec(capsys, "sweep-k", *map(str, COMMON), *words, *urls(server))
+    assert found.code == (0 if told is None else 2), found.err
+    assert (told or "") in found.err
+
+
+def test_a_command_for_a_server_says_whose_times_it_is_from(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The rank of the draft's process group reaches no server, and the times are not ours."""
+    servers = FakeServer(k=0, round_s=0.01), FakeServer(k=3, round_s=0.01)
+    words = ("--limit", 20, "--set", "target.tensor_parallel_size=4", "-o", tmp_path / "run")
+    with running(*servers):
+        swept(capsys, *urls(*servers), *words)
+    assert specdec(capsys, "report", str(tmp_path / "run")).code == 0
+    notes = " ".join(json.loads((tmp_path / "run" / "vllm.json").read_text())["notes"])
+    assert "Times are those of vllm 0.25.1. Its servers were started elsewhere" in notes
+    assert "this engine" not in notes and "Measured with draft TP" not in notes
+
+
 @pytest.mark.parametrize("url", ["x", "http://me:secret@host"])
 def test_addresses_in_a_folder_are_checked(tmp_path: Path, url: str) -> None:
     kept = {"urls": ["http://host"], "plain_url": url, "baseline": None, "ks": None}

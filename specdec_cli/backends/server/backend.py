@@ -24,7 +24,7 @@ from specdec_cli.backends.server.session import Line, ServerSession
 from specdec_cli.core.types import Permissions
 from specdec_cli.errors import Notice, RunError, SetupError, UsageError
 from specdec_cli.recipe import Recipe
-from specdec_cli.recipe.choices.registry import weights_from, without_draft
+from specdec_cli.recipe.choices.registry import METHODS, weights_from, without_draft
 
 _UNLIMITED = 1 << 31
 _SAY_S = 30.0  # seconds between progress lines while a server starts
@@ -164,6 +164,7 @@ class ServerBackend:
         recipe, target = with_sampling(recipe), recipe.target
         for facts in self.servers.values():
             _refuse_unsent(recipe, facts.kind, f"the server at {facts.url} ({facts.kind})")
+            _refuse_other_method(recipe, facts)
         place = model_place(target.model, target.revision, target.file, weights=False)
         config: Mapping[str, Any] = config_file(target.model, place)
         inner = config.get("text_config")
@@ -255,6 +256,23 @@ class ServerBackend:
 
     def free_memory(self, plan: Prepared) -> None:
         """Do nothing, because only the server holds memory."""
+
+
+def _refuse_other_method(recipe: Recipe, facts: ServerFacts) -> None:
+    """Raise `UsageError` if an SGLang server reports another method than the recipe's. Its points
+    would have the name of a draft that the server does not run."""
+    method = recipe.speculation.method
+    to_sglang = METHODS[method].to_sglang
+    if facts.kind != "sglang" or not facts.k or facts.method is None or to_sglang is None:
+        return
+    ours = str(to_sglang(facts.k)["algorithm"])
+    same = {ours, *({"EAGLE"} if ours == "NEXTN" else ())}  # SGLang has two names for it
+    if facts.method.upper() not in same:
+        raise UsageError(
+            f"the server at {facts.url} runs {facts.method}, but the recipe's method {method} is "
+            f"SGLang's {ours}",
+            "name what the server runs, with --draft or --method",
+        )
 
 
 def _refuse_unsent(recipe: Recipe, kind: str, server: str) -> None:
