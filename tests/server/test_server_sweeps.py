@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from specdec_cli.app import main
 from specdec_cli.backends.server import times
 from specdec_cli.commands.servers import named
 from specdec_cli.errors import UsageError
+from specdec_cli.recipe.choices.registry import METHODS
 from specdec_cli.report.runs import side_by_side
 from tests.cli.generate_helpers import Result
 from tests.cli.sweep_helpers import gain, samples, specdec, stopped_sweep
@@ -198,6 +200,38 @@ def test_a_server_of_another_method_is_refused(
         found = specdec(capsys, "sweep-k", *map(str, COMMON), *words, *urls(server))
     assert found.code == (0 if told is None else 2), found.err
     assert (told or "") in found.err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--draft", "mine"), "has no method mine, which is a plugin's"),
+        (("--set", "speculation.options.a=1"), "speculation.options.a: the server at"),
+        (("--set", "speculation.acceptance=typical"), "vLLM has no rule typical"),
+    ],
+)
+def test_settings_of_speculation_that_no_server_has_are_refused(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    told: str,
+) -> None:
+    monkeypatch.setitem(METHODS, "mine", replace(METHODS["ngram"], code=object()))
+    server = FakeServer(k=2)
+    with running(server):
+        found = specdec(capsys, "sweep-k", *map(str, COMMON), *words, *urls(server))
+    assert found.code == 2 and told in found.err and not server.asked
+
+
+def test_a_prompt_beyond_the_context_is_not_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    server = FakeServer(k=2)
+    with running(server):
+        words = ("generate", "demo", "--prompt", "word " * 600, "--prompt", "a", "--json")
+        found = specdec(capsys, *words, "--max-new-tokens", "4", "--server", server.url)
+    assert found.code == 3 and server.asked == 1
+    long, short = json.loads(found.out)["outputs"]
+    assert "tokens, but the server's context holds 512 with output" in long["error"]
+    assert short["finish_reason"] == "length"
 
 
 def test_a_command_for_a_server_says_whose_times_it_is_from(

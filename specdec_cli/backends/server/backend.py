@@ -18,13 +18,14 @@ from specdec_cli.backends.server import times
 from specdec_cli.backends.server.client import Limits
 from specdec_cli.backends.server.detect import KeyWantedError, look_at
 from specdec_cli.backends.server.dialects import ServerFacts
-from specdec_cli.backends.server.flags import command_of, model_words
+from specdec_cli.backends.server.flags import command_of, model_words, rule_of
 from specdec_cli.backends.server.process import HOST, NotUpError, Process, free_port
 from specdec_cli.backends.server.session import Line, ServerSession
 from specdec_cli.core.types import Permissions
 from specdec_cli.errors import Notice, RunError, SetupError, UsageError
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import METHODS, weights_from, without_draft
+from specdec_cli.text import one_line
 
 _UNLIMITED = 1 << 31
 _SAY_S = 30.0  # seconds between progress lines while a server starts
@@ -276,13 +277,28 @@ def _refuse_other_method(recipe: Recipe, facts: ServerFacts) -> None:
 
 
 def _refuse_unsent(recipe: Recipe, kind: str, server: str) -> None:
-    """Raise `UsageError` if the recipe sets a sampling option or a length policy that servers of
-    this kind do not support. server: the name of the server for error messages."""
+    """Raise `UsageError` if the recipe sets a sampling option, a length policy, an acceptance rule
+    or something of a plugin that servers of this kind do not support.
+
+    server: the name of the server for error messages.
+    """
     if (policy := recipe.speculation.length.policy) != "fixed":
         raise UsageError(
             f"speculation.length.policy: {server} has no policy {policy}",
             "leave speculation.length out: each server proposes its own k",
         )
+    speculation = recipe.speculation
+    if METHODS[speculation.method].code is not None:
+        raise UsageError(
+            f"speculation.method: {server} has no method {speculation.method}, which is a plugin's"
+        )
+    if speculation.options:
+        raise UsageError(
+            f"speculation.options.{one_line(min(speculation.options))}: {server} has no plugins",
+            "leave speculation.options out",
+        )
+    if kind != "openai":
+        rule_of(recipe, {"vllm": "vLLM", "sglang": "SGLang"}[kind])
     unsent = ["suppress_tokens"]
     if kind == "openai":
         unsent += ["top_k", "repetition_penalty", "min_new_tokens", "ignore_eos"]

@@ -211,6 +211,13 @@ class Client:
         """Send the request. Retry it after temporary failures, at most `limits.retries` times, but
         not after a timeout or a refusal. Records the result or the error in `answer`."""
         limits, most_new = self.limits, self.params.max_new_tokens
+        if self.most_new(answer.request) < 1:
+            answer.began = time.perf_counter()
+            answer.error = (
+                f"the prompt has {len(answer.request.token_ids)} tokens, but the server's context "
+                f"holds {self.context} with output"
+            )
+            return
         for attempt in range(limits.retries + 1):
             answer.reading, answer.chunks, answer.num_retries = Reading(), [], attempt
             answer.began = time.perf_counter()

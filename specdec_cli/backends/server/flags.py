@@ -137,7 +137,7 @@ def _vllm_config(recipe: Recipe, k: int) -> dict[str, Any]:
             found["revision"] = own.revision
         if own.weights == "fp8":
             found["quantization"] = "fp8"
-    if (rule := _rule_of(recipe, "vLLM")) is not None:
+    if (rule := rule_of(recipe, "vLLM")) is not None:
         found["rejection_sample_method"] = rule
     if rule == "synthetic":
         rates = marginal_rates(speculation, speculation.num_speculative_tokens, k)
@@ -163,13 +163,13 @@ def _sglang_flags(recipe: Recipe, k: int) -> list[tuple[str, ...]]:
 def _sglang_length(recipe: Recipe, k: int) -> float | None:
     """Return the mean acceptance length that SGLang must simulate; None if nothing is simulated.
     SGLang draws one length for the whole batch, so it accepts a mean but no rates per position."""
-    if _rule_of(recipe, "SGLang") != "synthetic":
+    if rule_of(recipe, "SGLang") != "synthetic":
         return None
     speculation = recipe.speculation
     return 1 + sum(marginal_rates(speculation, speculation.num_speculative_tokens, k)[:k])
 
 
-def _rule_of(recipe: Recipe, engine: str) -> str | None:
+def rule_of(recipe: Recipe, engine: str) -> str | None:
     """Return the server's name for the recipe's acceptance rule; None for the server's default.
     Raises `UsageError` if the server has no such rule."""
     rule = recipe.speculation.acceptance
