@@ -370,8 +370,9 @@ def test_k_of_sglang_s_n_grams(k: int, topk: int) -> None:
 
 @pytest.mark.parametrize("steps", ["3", [3], -3, 10**9, True])
 def test_a_k_that_is_no_number_is_not_known(steps: Any) -> None:
-    told = {"speculative_num_steps": steps, "speculative_num_draft_tokens": steps}
-    assert _facts(FakeServer("sglang", info=told)).k is None
+    for tokens in (steps, None):
+        told = {"speculative_num_steps": steps, "speculative_num_draft_tokens": tokens}
+        assert _facts(FakeServer("sglang", info=told)).k is None
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
