@@ -204,7 +204,10 @@ def test_a_server_that_refuses_most_requests_is_not_the_best(
     load = point(found, 3, 40.0)["load"]
     assert load["num_failed"] > 30 and load["achieved_rate"] < 0.4 * load["offered_rate"]
     best = found["best_by_request_rate"]["40"]
-    assert best["k"] == 0, best
+    if point(found, 0, 40.0)["load"]["overloaded"]:  # by a stall of a busy machine
+        assert best["verdict"] == "inconclusive" and "k = 0 is overloaded" in best["reason"]
+    else:
+        assert best["k"] == 0, best
 
 
 def test_a_crowded_server_loses_by_speculation(capsys: pytest.CaptureFixture[str]) -> None:
