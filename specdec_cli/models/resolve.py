@@ -184,7 +184,7 @@ def _bundled() -> str:
 def _guess(name: str) -> str:
     """Return `did you mean A or B? ` with bundled names, or an empty text if no name is similar."""
     known = {model: demo.PREFIX + model for model in demo.models()}
-    known |= {one: one for one in METHODS if without_draft(one)}
+    known |= {one: one for one in METHODS if without_draft(one) and one != name}
     near = get_close_matches(name.removeprefix(demo.PREFIX).lower(), known, n=2, cutoff=0.7)
     return f"did you mean {' or '.join(known[one] for one in near)}? " if near else ""
 
@@ -291,7 +291,7 @@ def _from_hub(
             hint = f"{name} is a bundled recipe, not a model: leave --target out; else {hint}"
         elif name in METHODS:
             draft = " and its draft after --draft" if weights_from(name) == "draft" else ""
-            hint = f"{name} is a method, not a model: name it after --method{draft}"
+            hint = f"{_guess(name)}{name} is a method, not a model: name it after --method{draft}"
         elif "/" not in name:  # nearly all hub ids contain a slash
             methods = "`specdec methods` lists methods; one of a plug-in needs --plugin FILE.py"
             hint = f"{_guess(name)}bundled are {_bundled()}, and {methods}; else {hint}"

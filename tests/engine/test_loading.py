@@ -274,7 +274,8 @@ def test_a_method_in_a_models_place(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     hint = refusal(name).hint or ""
-    assert hint.startswith(f"{name} is a method, not a model: name it after --method{more}")
+    assert f"{name} is a method, not a model: name it after --method{more}" in hint
+    assert f"did you mean {name}" not in hint
 
 
 def test_bundled_name_that_is_not() -> None:
