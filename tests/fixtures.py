@@ -102,7 +102,7 @@ def probed_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def told_once(folder: Path, key: str, make: Callable[[], T]) -> T:
-    """What `make` returns in the first process that asks for `key`; others wait for that one.
+    """Return what `make` returned in the first process that asked for `key`; others wait for it.
 
     If it raises, each process calls it.
     """

@@ -86,6 +86,7 @@ MAX_BYTES = 2**63 - 1
 # torch stores a timeout as nanoseconds in 64 bits, which would overflow at ten times this limit.
 MAX_SECONDS = 1e9
 MAX_RATE = 1e6
+MAX_K = 1024  # proposed tokens per round
 
 Text = Annotated[StrictStr, _ENCODED, _NO_NUL]
 Words = Annotated[StrictStr, Field(min_length=1), _ENCODED, _NO_NUL]
@@ -105,7 +106,7 @@ Probability = Annotated[float, Field(ge=0.0, le=1.0), NUMBER]
 Part = Annotated[float, Field(gt=0.0, le=1.0), NUMBER]
 Seconds = Annotated[float, Field(gt=0.0, le=MAX_SECONDS), NUMBER]
 BatchSize = Annotated[StrictInt, Field(ge=1, le=MAX_BATCH)]
-Tokens = Annotated[StrictInt, Field(ge=0, le=1024)]  # proposed tokens per round
+Tokens = Annotated[StrictInt, Field(ge=0, le=MAX_K)]
 
 
 def _rates(value: object) -> object:

@@ -162,9 +162,9 @@ class SweepTable(_Progress):
             )
         headings = (*names, "batch", "k", "prompts", "tokens a round", "tokens/s", "x k = 0")
         latest = keys.index(self._latest) if self._latest in keys else -1
-        return Group(self._progress, self._that_fits(headings, rows, latest))
+        return Group(self._progress, self._fitting_table(headings, rows, latest))
 
-    def _that_fits(
+    def _fitting_table(
         self, headings: Sequence[str], rows: Sequence[Sequence[str]], latest: int
     ) -> Table:
         """Return a table of all rows or, if it is too high for the terminal, of row `latest` and as

@@ -515,19 +515,17 @@ def test_more_requests_than_counters_keep_up_with() -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_text_that_is_cut_before_its_length_is_told(dialect: str) -> None:
-    server = FakeServer(dialect, faults=Faults(most=5))
+@pytest.mark.parametrize(
+    ("faults", "length", "remark"),
+    [({"most": 5}, 5, "max_tokens_cut"), ({"beyond": 7}, 19, "max_tokens_exceeded")],
+)
+def test_a_text_of_another_length_than_asked_is_told(
+    dialect: str, faults: dict[str, Any], length: int, remark: str
+) -> None:
+    server = FakeServer(dialect, faults=Faults(**faults))
     with session_of(server) as ask:
         answers = ask(2)
-    assert remarks(answers) == {"max_tokens_cut"} and len(answers[0].token_ids) == 5
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_text_beyond_its_length_is_told(dialect: str) -> None:
-    server = FakeServer(dialect, faults=Faults(beyond=7))
-    with session_of(server) as ask:
-        answers = ask(2)
-    assert remarks(answers) == {"max_tokens_exceeded"} and len(answers[0].token_ids) == 19
+    assert remarks(answers) == {remark} and len(answers[0].token_ids) == length
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -13,9 +13,9 @@ from specdec_cli.backends.server.client import error_words
 from specdec_cli.backends.server.dialects import ServerFacts, is_count, words_of
 from specdec_cli.backends.server.session import scrape
 from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.recipe.fields import MAX_K
 from specdec_cli.text import one_line
 
-_MOST_K = 1024  # the largest k of a recipe
 _UNREACHED = "check that it is up, its host and its port; sweep-k --serve vllm starts one by itself"
 
 
@@ -121,11 +121,11 @@ def _sglang_k(info: Mapping[str, Any]) -> int | None:
         return None
     # The steps of n-gram lookup are its tokens divided by the breadth of its tree, not its depth.
     if algorithm != "NGRAM" and steps is not None and (tokens is None or _topk(info) != 1):
-        return steps if steps <= _MOST_K else None
+        return steps if steps <= MAX_K else None
     # For chains, the number of steps cannot be used: drafters that propose a whole block at once
     # report one step.
     k = max(0, (tokens or 1) - 1)
-    return k if k <= _MOST_K else None
+    return k if k <= MAX_K else None
 
 
 def _topk(info: Mapping[str, Any]) -> Any:
