@@ -65,15 +65,18 @@ DOWN = {
         ExpertTiles(16, 32, 128, 1, 8, 2, 4, 5),
     ],
 }
-TERMS_GATE_UP = [
-    *(ExpertTiles(8, 32, 128, 2, 1, 0, 4, n) for n in (3, 4, 6)),
-    ExpertTiles(8, 32, 128, 1, 1, 0, 4, 6),
-    ExpertTiles(8, 64, 128, 2, 1, 0, 8, 4),
+MXFP4_GATE_UP = [
+    *(ExpertTiles(8, 32, 256, 1, 1, 0, 4, n, r) for n in (3, 4) for r in (80, None)),
+    *(ExpertTiles(8, 32, 512, 1, 1, 0, 4, n, r) for n in (2, 3) for r in (96, None)),
+    *(ExpertTiles(8, 16, k, 1, 1, 0, 2, n) for k, n in ((256, 3), (256, 5), (512, 3))),
+    ExpertTiles(8, 32, 128, 1, 1, 0, 4, 5),
 ]
-TERMS_DOWN = [
-    *(ExpertTiles(8, 64, 128, 2, n, 2, 4, 4) for n in (4, 8, 16, 32)),
-    ExpertTiles(8, 64, 128, 1, 16, 1, 4, 4),
-    ExpertTiles(8, 128, 128, 2, 16, 2, 8, 4),
+MXFP4_DOWN = [
+    *(ExpertTiles(8, 64, 256, 1, n, 2, 4, 3, 96) for n in (4, 8, 16, 32)),
+    *(ExpertTiles(8, 64, 512, 1, n, 2, 4, 2, 96) for n in (4, 8, 16)),
+    *(ExpertTiles(8, 32, 256, 1, n, 2, 2, 3) for n in (4, 8, 16)),
+    ExpertTiles(8, 64, 256, 1, 8, 2, 4, 3),
+    ExpertTiles(8, 64, 256, 1, 8, 2, 4, 4, 96),
 ]
 GROUPED_GATE_UP = [
     *(GroupTiles(m, 64, 64, 4, 5) for m in (16, 32, 64)),
@@ -90,10 +93,18 @@ GROUPED_DOWN = [
 ]
 
 
-TERMS_GROUPED = [  # tiles of down; those of gate and up have half as many features
-    *(GroupTiles(m, 64, 128, 4, 4, n) for m, n in ((8, 1), (8, 2), (16, 1), (16, 2), (32, 1))),
-    GroupTiles(8, 64, 128, 4, 6, 2),
-    GroupTiles(8, 128, 128, 8, 4, 2),
+MXFP4_GROUPED = [  # tiles of down; those of gate and up have half as many features
+    *(GroupTiles(8, 64, 256, 4, n, 1, r) for n in (2, 3, 4) for r in (80, 96, None)),
+    *(GroupTiles(8, 64, 512, 4, n, 1, r) for n in (2, 3) for r in (96, None)),
+    *(GroupTiles(16, 64, 256, 4, n, 1, r) for n in (3, 4) for r in (128, None)),
+    *(GroupTiles(16, 64, 128, 4, n, 1, 96) for n in (3, 4)),
+    GroupTiles(16, 128, 128, 8, 3, 1, 96),
+    *(
+        GroupTiles(32, 64, k, 4, n, 1, r)
+        for k, n, r in ((256, 3, None), (128, 3, None), (128, 4, 128))
+    ),
+    *(GroupTiles(32, 128, 128, 8, 3, 1, r) for r in (112, None)),
+    GroupTiles(64, 128, 128, 8, 3),
 ]
 
 
@@ -192,7 +203,7 @@ def measure_few(
 ) -> None:
     way = way_of(layers[0], torch.bfloat16)
     chosen = choose_expert_tiles(len(xs[0].hidden), 2, way)
-    of_terms = way == "terms"
+    is_mxfp4 = way == "mxfp4"
 
     def run(n: int, gate_up: ExpertTiles, down: ExpertTiles | None) -> object:
         plan = route_triton(xs[n], layers[n])
@@ -205,9 +216,9 @@ def measure_few(
     timed("router", lambda n: route_triton(xs[n], layers[n]), 0)
     timed(f"gate_up {tuple(chosen[0])}", lambda n: run(n, chosen[0], None), 2 / 3)
     timed(f"all, down {tuple(chosen[1])}", lambda n: run(n, *chosen))
-    for tiles in TERMS_GATE_UP if of_terms else GATE_UP[chosen[0].block_m]:
+    for tiles in MXFP4_GATE_UP if is_mxfp4 else GATE_UP[chosen[0].block_m]:
         timed(f"gate_up {tuple(tiles)}", lambda n, t=tiles: run(n, t, None), 2 / 3)
-    for tiles in TERMS_DOWN if of_terms else DOWN[chosen[0].block_m]:
+    for tiles in MXFP4_DOWN if is_mxfp4 else DOWN[chosen[0].block_m]:
         timed(f"all, down {tuple(tiles)}", lambda n, t=tiles: run(n, chosen[0], t))
 
 
@@ -232,8 +243,8 @@ def measure_groups(
     timed(f"gate_up {tuple(chosen[0])}", lambda n: run(n, chosen[0], None), 2 / 3)
     timed(f"all, down {tuple(chosen[1])}", lambda n: run(n, *chosen))
     grouped = GROUPED_GATE_UP, GROUPED_DOWN
-    if way == "terms":
-        grouped = [t._replace(block_n=t.block_n // 2) for t in TERMS_GROUPED], TERMS_GROUPED
+    if way == "mxfp4":
+        grouped = [t._replace(block_n=t.block_n // 2) for t in MXFP4_GROUPED], MXFP4_GROUPED
     for tiles in grouped[0]:
         timed(f"gate_up {tuple(tiles)}", lambda n, t=tiles: run(n, t, None), 2 / 3)
     for tiles in grouped[1]:

@@ -243,7 +243,7 @@ def mixture(
         experts = experts._replace(gate_up=held[0], down=held[1])
     fields = absent("scales", "zeros") if storage is None else without_zeros(storage)
     way = way_of(experts, dtype)
-    fields |= {} if way == "terms" else absent("x_scales")
+    fields |= {} if name in ("route", "group") else {"IN_ORDER": way == "mxfp4"}
     if "group" in name:
         return grouped(name, rows, experts, room) | fields
     tiles = choose_expert_tiles(rows, dtype.itemsize, way)
@@ -662,7 +662,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             f"{'grouped_linear' if 'group' in name else name}_kernel",
             "*bf16",
             mixture(name, rows, storage=storage, **sizes),
-            GROUPS | stored_types(storage) | (OF_TERMS if storage == MX else {}),
+            GROUPS | stored_types(storage),
         )
         for name, kind, rows, storage, sizes in (
             ("gate_up", "mxfp4", 2, MX, OSS_SIZES),

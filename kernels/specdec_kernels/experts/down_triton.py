@@ -42,7 +42,7 @@ from specdec_kernels.linear.few_rows_triton import (
     whole_sums,
     zero_sums,
 )
-from specdec_kernels.linear.mx_sums_triton import CODE, for_weights, mx_sums, terms_of
+from specdec_kernels.linear.mx_sums_triton import COLUMNS, LIFT, are_read_in_order, mx_sums
 from specdec_kernels.linear.norm_triton import add_norm_triton
 from specdec_kernels.linear.reference import Normed
 from specdec_kernels.linear.stored_groups_triton import (
@@ -54,14 +54,12 @@ from specdec_kernels.linear.stored_groups_triton import (
     rows_of,
 )
 from specdec_kernels.linear.stored_sums_triton import stored_sums
-from specdec_kernels.linear.terms_triton import TERMS, sum_of_terms
 from specdec_kernels.linear.tiles import leaves_norm
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def down_kernel(
-    x_ptr,  # [P, T, F], from `gate_up_kernel`; if it is split into fp8 terms, [P, T, TERMS, F]
-    x_scales_ptr,  # [P, T] fp32, scales of the terms; None if x is not split
+    x_ptr,  # [P, T, F], from `gate_up_kernel`
     count_ptr,  # this and the next 3: the first fields of `ExpertPlan`
     experts_ptr,
     chosen_ptr,
@@ -85,6 +83,7 @@ def down_kernel(
     residual_stride,
     F: tl.constexpr,
     FORM: tl.constexpr,  # `Form` of a quantised weight, or None
+    IN_ORDER: tl.constexpr,  # whether `mx_sums` multiplies by gate and up, and by down
     TILES: tl.constexpr,
     PREFETCH: tl.constexpr,  # elements to prefetch from each weight row
     SIZE: tl.constexpr,  # the number of inboxes
@@ -126,22 +125,18 @@ def down_kernel(
             *(num_features, SIZE),
         )
 
-    SLICES: tl.constexpr = TILES.slices if x_scales_ptr is None else 1
-    sums = zero_sums(TILES.block_m, TILES.block_n, SLICES, SWAP)
-    if x_scales_ptr is not None:
-        term = terms_of(TILES)
+    sums = zero_sums(TILES.block_m, TILES.block_n, TILES.slices, SWAP)
+    if IN_ORDER:
         for slot in range(first, last):
             down_row = tl.load(experts_ptr + slot).to(tl.int64) * num_features + feature
-            bits = tl.load(chosen_ptr + slot)
-            x_row = (slot * num_rows + row).to(tl.int64)
-            x_scale = tl.load(x_scales_ptr + x_row, mask=has_chosen(bits, row), other=0.0) / CODE
-            x_row = (slot * num_rows * TERMS + term).to(tl.int64)
-            found = mx_sums(
-                *(x_ptr + x_row * F, has_chosen(bits, term // TERMS), down_ptr + down_row * ROW),
+            chose = has_chosen(tl.load(chosen_ptr + slot), row)
+            x_rows = x_ptr + (slot * num_rows + row).to(tl.int64) * F
+            sums += mx_sums(
+                *(x_rows, chose, down_ptr + down_row * ROW),
                 *(scales_ptr + down_row * FORM.groups, column_live),
-                *(F, FORM, TILES.slices, TILES.num_stages),
+                *(F, FORM, TILES.block_k // COLUMNS, TILES.num_stages),
             )
-            sums += sum_of_terms(found) * x_scale[None, :]
+        sums *= LIFT
     elif FORM is None:
         inside = depth_of(0, TILES.block_k, TILES.slices)
         # Load the next expert's index one step ahead. If weights were loaded in the same step as
@@ -177,7 +172,7 @@ def down_kernel(
             )
             scale = along_features(row_scales(scales, column_live, FORM), FORM, TILES.slices)
             sums += row_scaled(found, scale, FORM, x_ptr.dtype.element_ty)
-    sums, _ = whole_sums(sums, sums, SLICES, SWAP)
+    sums, _ = whole_sums(sums, sums, TILES.slices, SWAP)
     if bias_ptr is not None:
         for slot in range(first, last):
             chose = has_chosen(tl.load(chosen_ptr + slot), row)
@@ -258,17 +253,17 @@ def launch_down(
     assert part.inbox is None or (norm is None and SUM_COLUMNS % tiles.block_n == 0)
     blocks = triton.cdiv(num_features, tiles.block_n)
     parts = room_for_splits(tiles.splits, blocks, (num_rows, num_features), x.device)
-    x, x_scales = for_weights(x, experts.gate_up, experts.down)
     norm_weight, scaled, squares = norm or (None, None, None)
     ranks = 0 if part.inbox is None else len(part.inbox.pushed)
     dependent = dependence(x)
     constants = down_constants(width, experts, tiles, dependent["DEPENDENT"], ranks)
     down_kernel[(blocks, tiles.splits)](
-        *(x, x_scales, *plan[:4], *operands_of(experts.down), experts.down_bias),
+        *(x, *plan[:4], *operands_of(experts.down), experts.down_bias),
         *(residual, norm_weight),
         *(part.into, scaled, squares, *parts, *(part.inbox or (None, None, 0))),
         *(num_rows, num_features, 0 if residual is None else residual.stride(0)),
         **constants | dependent,
+        IN_ORDER=are_read_in_order(x.dtype, experts.gate_up, experts.down),
     )
 
 

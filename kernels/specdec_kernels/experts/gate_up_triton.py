@@ -27,7 +27,14 @@ from specdec_kernels.linear.few_rows_triton import (
     whole_sums,
     zero_sums,
 )
-from specdec_kernels.linear.mx_sums_triton import CODE, for_weights, mx_sums, terms_of
+from specdec_kernels.linear.mx_sums_triton import (
+    COLUMNS,
+    LIFT,
+    are_read_in_order,
+    in_order,
+    mx_sums,
+    place_of,
+)
 from specdec_kernels.linear.norm_triton import activate
 from specdec_kernels.linear.stored_groups_triton import (
     form_of,
@@ -37,7 +44,6 @@ from specdec_kernels.linear.stored_groups_triton import (
     rows_of,
 )
 from specdec_kernels.linear.stored_sums_triton import stored_sums
-from specdec_kernels.linear.terms_triton import TERMS, sum_of_terms
 
 CLAMPED_KIND = tl.constexpr(CLAMPED)
 
@@ -77,8 +83,8 @@ def mx_gate_up(
     TILES: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Multiply the terms of x by the mxfp4 rows of this program's features. Rows of gate and up
-    alternate in one tile. Return the sums of gate and those of up, each [M, N]."""
+    """Multiply x by the mxfp4 rows of this program's features. Rows of gate and up alternate in one
+    tile. Return the sums of gate and those of up, each [M, N]."""
     place = tl.arange(0, 2 * TILES.block_n)
     feature = tl.program_id(0) * TILES.block_n + place // 2
     inside = tl.minimum(feature, num_features - 1)
@@ -90,16 +96,15 @@ def mx_gate_up(
     sums = mx_sums(
         *(x_rows, x_live, gate_up_ptr + weight_row * (K // FORM.per_code)),
         *(scales_ptr + weight_row * FORM.groups, feature < num_features),
-        *(K, FORM, TILES.slices, TILES.num_stages),
+        *(K, FORM, TILES.block_k // COLUMNS, TILES.num_stages),
     )
-    both = tl.trans(sum_of_terms(sums))
+    both = tl.trans(sums) * LIFT
     return tl.split(tl.reshape(both, [both.shape[0], TILES.block_n, 2]))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def gate_up_kernel(
-    x_ptr,  # [T, K]; if x is split into fp8 terms, [T, TERMS, K]
-    x_scales_ptr,  # [T] fp32, scales of the terms; None if x is not split
+    x_ptr,  # [T, K]; if IN_ORDER, columns are where `place_of` says, and so are those of out
     count_ptr,  # this and the next 4: fields of `ExpertPlan`; factors_ptr is used only if SCALED
     experts_ptr,
     chosen_ptr,
@@ -120,6 +125,7 @@ def gate_up_kernel(
     ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     FORM: tl.constexpr,  # `Form` of a quantised weight, or None
+    IN_ORDER: tl.constexpr,  # whether `mx_sums` multiplies by gate and up, and by down
     TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -155,16 +161,11 @@ def gate_up_kernel(
         gate_bias = tl.load(bias_ptr + gate_row)
         up_bias = tl.load(bias_ptr + up_row)
 
-    if x_scales_ptr is not None:
-        x_scale = tl.load(x_scales_ptr + row, mask=row_live, other=0.0) / CODE
-        term = terms_of(TILES)
-        term_live = has_chosen(tl.load(chosen_ptr + slot), term // TERMS)
+    if IN_ORDER:
         sums, sums_up = mx_gate_up(
-            *(x_ptr + term.to(tl.int64) * K, term_live, gate_up_ptr, scales_ptr, expert),
+            *(x_ptr + row.to(tl.int64) * x_stride, row_live, gate_up_ptr, scales_ptr, expert),
             *(num_features, K, FORM, TILES, INTERLEAVED),
         )
-        sums *= x_scale[:, None]
-        sums_up *= x_scale[:, None]
     elif FORM is None:
         sums = zero_sums(TILES.block_m, TILES.block_n, TILES.slices, SWAP)
         sums_up = sums
@@ -204,6 +205,8 @@ def gate_up_kernel(
         sums += gate_bias.to(tl.float32)[None, :]
         sums_up += up_bias.to(tl.float32)[None, :]
     out = gated(sums, sums_up, slope, limit, ACTIVATION) * weight[:, None]
+    if IN_ORDER:
+        column = place_of(column, num_features)
     at = (slot * num_rows + row).to(tl.int64)[:, None] * num_features + column[None, :]
     out = out.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, out, mask=row_live[:, None] & column_live[None, :])
@@ -213,7 +216,8 @@ def gate_up_triton(x: Tensor, plan: ExpertPlan, experts: Experts, tiles: ExpertT
     """Compute the gate and up projections of the chosen experts.
 
     Returns [P, T, F]: for each slot of the plan and each token, the activated gate times up times
-    the routing weight. A slot's rows are undefined for tokens that did not choose its expert.
+    the routing weight. A slot's rows are undefined for tokens that did not choose its expert. If
+    `are_read_in_order` holds for the weights, features are where `place_of` says.
 
     Args:
         x: [T, K], rows contiguous. If it is not normalised yet, the projections of token t are
@@ -225,11 +229,13 @@ def gate_up_triton(x: Tensor, plan: ExpertPlan, experts: Experts, tiles: ExpertT
     assert experts.gate_up.shape == (experts.num_experts, 2 * num_features, width)
     held = operands_of(experts.gate_up)
     out = torch.empty((slots, num_rows, num_features), dtype=x.dtype, device=x.device)
-    x, x_scales = for_weights(x, experts.gate_up, experts.down)
+    weights = experts.gate_up, experts.down
+    x = in_order(x, *weights)
     gate_up_kernel[(triton.cdiv(num_features, tiles.block_n), slots)](
-        *(x, x_scales, *plan, *held, experts.gate_up_bias, out),
+        *(x, *plan, *held, experts.gate_up_bias, out),
         *(num_rows, num_features, x.stride(0), float(experts.slope), float(experts.limit)),
         **gate_up_constants(width, plan.factors is not None, experts, tiles),
+        IN_ORDER=are_read_in_order(x.dtype, *weights),
         **dependence(x),
     )
     return out

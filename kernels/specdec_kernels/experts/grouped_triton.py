@@ -31,7 +31,14 @@ from specdec_kernels.linear.few_rows_triton import (
     whole_sums,
     zero_sums,
 )
-from specdec_kernels.linear.mx_sums_triton import CODE, for_weights, mx_sums, terms_of
+from specdec_kernels.linear.mx_sums_triton import (
+    COLUMNS,
+    LIFT,
+    are_read_in_order,
+    in_order,
+    mx_sums,
+    place_of,
+)
 from specdec_kernels.linear.reference import Normed
 from specdec_kernels.linear.stored_groups_triton import (
     form_of,
@@ -41,13 +48,13 @@ from specdec_kernels.linear.stored_groups_triton import (
     rows_of,
 )
 from specdec_kernels.linear.stored_sums_triton import stored_sums
-from specdec_kernels.linear.terms_triton import TERMS, sum_of_terms
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def grouped_linear_kernel(
-    x_ptr,  # [R, K], R = T * C / PAIRS; row p // PAIRS is the input of pair p. Or [R, TERMS, K]
-    x_scales_ptr,  # [R] fp32, scales of the fp8 terms; None if x is not split into them
+    # [R, K], R = T * C / PAIRS; row p // PAIRS is the input of pair p. If IN_ORDER, columns are where
+    # `place_of` says, and so are those of gate and up in out.
+    x_ptr,
     sizes_ptr,  # this and the next 2: fields of `PairGroups`; factors_ptr is used only if SCALED
     pairs_ptr,
     factors_ptr,
@@ -67,6 +74,7 @@ def grouped_linear_kernel(
     ACTIVATION: tl.constexpr,  # of gate and up; "" for the down projection
     INTERLEAVED: tl.constexpr,
     FORM: tl.constexpr,  # `Form` of a quantised weight, or None
+    IN_ORDER: tl.constexpr,  # whether `mx_sums` multiplies by gate and up, and by down
     TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -109,28 +117,19 @@ def grouped_linear_kernel(
         live = first + place < size
         x_row = tl.where(live, pair // PAIRS, 0)
         x_rows = x_ptr + x_row.to(tl.int64) * x_stride
-        if x_scales_ptr is not None:
-            term = terms_of(TILES)
-            of_term = first + term // TERMS
-            term_live = of_term < size
-            term_row = tl.load(pairs_ptr + of_term, mask=term_live, other=0) // PAIRS
-            term_row = term_row.to(tl.int64) * TERMS + term % TERMS
-            term_rows = x_ptr + term_row * K
+        if IN_ORDER:
             if GATED:
                 sums, sums_up = mx_gate_up(
-                    *(term_rows, term_live, weight_ptr, scales_ptr, expert.to(tl.int64)),
+                    *(x_rows, live, weight_ptr, scales_ptr, expert.to(tl.int64)),
                     *(num_features, K, FORM, TILES, INTERLEAVED),
                 )
             else:
                 found = mx_sums(
-                    *(term_rows, term_live, codes, scales, column_live),
-                    *(K, FORM, TILES.slices, TILES.num_stages),
+                    *(x_rows, live, codes, scales, column_live),
+                    *(K, FORM, TILES.block_k // COLUMNS, TILES.num_stages),
                 )
-                sums = tl.trans(sum_of_terms(found))
+                sums = tl.trans(found) * LIFT
                 sums_up = sums
-            x_scale = tl.load(x_scales_ptr + x_row, mask=live, other=0.0)[:, None] / CODE
-            sums *= x_scale
-            sums_up *= x_scale
         elif FORM is None:
             sums = zero_sums(TILES.block_m, TILES.block_n, TILES.slices, True)
             sums_up = sums
@@ -152,7 +151,7 @@ def grouped_linear_kernel(
                 *(x_rows, live, codes, scales, zeros, codes_up, scales_up, zeros_up, column_live),
                 *(0, K // FORM.per_code, sums, sums_up, K, FORM, TILES, GATED, 1),
             )
-        if x_scales_ptr is None:
+        if not IN_ORDER:
             sums, sums_up = whole_sums(sums, sums_up, TILES.slices, True)
         if FORM is not None:
             sums = row_scaled(sums, row_scale, FORM, x_ptr.dtype.element_ty)
@@ -167,7 +166,10 @@ def grouped_linear_kernel(
             if bias_ptr is not None:
                 sums_up += up_bias[None, :]
             sums = gated(sums, sums_up, slope, limit, ACTIVATION)
-        at = pair.to(tl.int64)[:, None] * num_features + column[None, :]
+        place_out = column
+        if IN_ORDER and GATED:
+            place_out = place_of(column, num_features)
+        at = pair.to(tl.int64)[:, None] * num_features + place_out[None, :]
         out = sums.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + at, out, mask=live[:, None] & column_live[None, :])
         following = first + TILES.block_m + place
@@ -180,7 +182,8 @@ def grouped_product(
     """Compute one of the experts' two matmuls for every pair of a token and an expert.
 
     With `is_gate`, this is the gate and up projection. x is [T, K], rows contiguous, and the result
-    is the activated gate times up, [T * C, F]. If x is not normalised yet, the projections of token
+    is the activated gate times up, [T * C, F], with features where `place_of` says if
+    `are_read_in_order` holds for the weights. If x is not normalised yet, the projections of token
     t are multiplied by `groups.factors[t]`.
 
     Otherwise this is the down projection. x is the result of the first matmul, and the result is
@@ -197,11 +200,13 @@ def grouped_product(
     assert weight.shape == (experts.num_experts, num_features * (1 + is_gate), width)
     assert x.stride(1) == 1
     out = torch.empty((num_rows * num_chosen, num_features), dtype=x.dtype, device=x.device)
-    x, x_scales = for_weights(x, experts.gate_up, experts.down)
+    if is_gate:
+        x = in_order(x, experts.gate_up, experts.down)
     grouped_linear_kernel[(triton.cdiv(num_features, tiles.block_n), experts.num_experts)](
-        *(x, x_scales, groups.sizes, groups.pairs, groups.factors, *operands_of(weight), bias, out),
+        *(x, groups.sizes, groups.pairs, groups.factors, *operands_of(weight), bias, out),
         *(num_rows, num_features, x.stride(0), float(experts.slope), float(experts.limit)),
         **grouped_constants(width, groups.factors is not None, experts, tiles, is_gate),
+        IN_ORDER=are_read_in_order(x.dtype, experts.gate_up, experts.down),
         **dependence(x),
     )
     return out

@@ -27,7 +27,7 @@ from specdec_kernels.experts.tiles import (
     most_tokens,
 )
 from specdec_kernels.gpu import gpu_of
-from specdec_kernels.linear.mx_sums_triton import are_read_by_terms
+from specdec_kernels.linear.mx_sums_triton import are_read_in_order
 from specdec_kernels.linear.plain_triton import plain_triton
 from specdec_kernels.linear.reference import Normed
 from specdec_kernels.linear.stored import BLOCK, Stored
@@ -106,7 +106,7 @@ def way_of(experts: Experts, dtype: torch.dtype) -> str:
     """Return how kernels read both weights of the experts, by the names of `tiles.EXPERTS`."""
     if isinstance(experts.gate_up, Tensor):
         return "plain"
-    return "terms" if are_read_by_terms(dtype, experts.gate_up, experts.down) else "stored"
+    return "mxfp4" if are_read_in_order(dtype, experts.gate_up, experts.down) else "stored"
 
 
 def readable(
@@ -114,7 +114,7 @@ def readable(
 ) -> tuple[Experts, tuple[AnyTiles, AnyTiles]]:
     """Apply `fitted` to both weights of the experts. Return the experts with weights that the
     kernels can read, and the tiles for gate and up, and for down."""
-    if way_of(experts, dtype) == "terms":
+    if way_of(experts, dtype) == "mxfp4":
         return experts, tiles
     gate_up, first = fitted(experts.gate_up, tiles[0], dtype)
     down, second = fitted(experts.down, tiles[1], dtype)

@@ -22,6 +22,7 @@ class ExpertTiles(NamedTuple):
     ahead: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None  # maximum registers per thread, or None for no limit
 
 
 # Each case holds the tiles for the gate and up projections, those for the down projection, and the
@@ -42,14 +43,18 @@ STORED = (
     Case((ExpertTiles(8, 16, 256, 4, 1, 0, 4, 4), ExpertTiles(8, 16, 256, 4, 8, 2, 4, 4)), (8,)),
     Case((ExpertTiles(16, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(16, 16, 256, 4, 8, 2, 4, 4)), (16,)),
 )
-# `TERMS` has the cases for weights that `mx_sums` multiplies, measured on gpt-oss's experts of
+# `MXFP4` has the cases for weights that `mx_sums` multiplies, measured on gpt-oss's experts of
 # 2880 x 2880 and 2880 x 1440. A tile has 64 rows of the weight, which are 32 features of gate and
-# up, or 64 of down. `slices` is the number of groups that a matmul multiplies at once.
-TERMS = (
-    Case((ExpertTiles(8, 32, 128, 2, 1, 0, 4, 4), ExpertTiles(8, 64, 128, 2, 4, 2, 4, 4)), (2,)),
-    Case((ExpertTiles(8, 32, 128, 2, 1, 0, 4, 4), ExpertTiles(8, 64, 128, 2, 16, 2, 4, 4)), (8,)),
+# up, or 64 of down.
+MXFP4 = (
+    Case(
+        (ExpertTiles(8, 32, 256, 1, 1, 0, 4, 3, 80), ExpertTiles(8, 64, 256, 1, 4, 2, 4, 3)), (2,)
+    ),
+    Case(
+        (ExpertTiles(8, 32, 256, 1, 1, 0, 4, 3, 80), ExpertTiles(8, 64, 256, 1, 16, 2, 4, 3)), (8,)
+    ),
 )
-EXPERTS = {"plain": H200, "stored": STORED, "terms": TERMS}
+EXPERTS = {"plain": H200, "stored": STORED, "mxfp4": MXFP4}
 PARTIAL_SUMS = max(down.splits for cases in EXPERTS.values() for (_, down), *_ in cases)
 
 
@@ -61,7 +66,7 @@ def choose_expert_tiles(
 
     itemsize: bytes per value of the activations.
     way: how the weights are read, a name in `EXPERTS`. "stored" is for quantised weights, whose
-        groups `mixture_triton.fitted` aligns the tiles with; "terms" for those of `mx_sums`.
+        groups `mixture_triton.fitted` aligns the tiles with; "mxfp4" for those of `mx_sums`.
     """
     found = first_fit(EXPERTS[way], (num_rows,))
     assert found is not None
@@ -101,6 +106,7 @@ class GroupTiles(NamedTuple):
     num_warps: int
     num_stages: int
     slices: int = 1  # block_k is divided into this many slices; above 1 for quantised weights
+    maxnreg: int | None = None  # maximum registers per thread, or None for no limit
 
 
 # Each case holds the tiles for the gate and up projections, those for the down projection, and the
@@ -119,14 +125,12 @@ STORED_GROUPS = (
     Case((GroupTiles(16, 32, 256, 4, 3, 4), GroupTiles(16, 32, 256, 4, 3, 4)), (6,)),
     Case((GroupTiles(32, 16, 256, 4, 3, 4), GroupTiles(32, 16, 256, 4, 3, 4)), (24,)),
 )
-# Blocks of 8 pairs were the fastest for averages of 1 and 4 pairs. Blocks of 16 were measured for 4
-# pairs, and blocks of 32 for 8 and 16.
-TERMS_GROUPS = (
-    Case((GroupTiles(8, 32, 128, 4, 4, 2), GroupTiles(8, 64, 128, 4, 4, 2)), (5,)),
-    Case((GroupTiles(16, 32, 128, 4, 4, 1), GroupTiles(16, 64, 128, 4, 4, 1)), (10,)),
-    Case((GroupTiles(32, 32, 128, 4, 4, 1), GroupTiles(32, 64, 128, 4, 4, 1)), (24,)),
+MXFP4_GROUPS = (
+    Case((GroupTiles(8, 32, 256, 4, 3, 1, 96), GroupTiles(8, 64, 256, 4, 3, 1, 96)), (5,)),
+    Case((GroupTiles(16, 32, 256, 4, 3), GroupTiles(16, 64, 256, 4, 3)), (10,)),
+    Case((GroupTiles(32, 32, 256, 4, 3), GroupTiles(32, 64, 256, 4, 3)), (24,)),
 )
-GROUPS = {"plain": H200_GROUPS, "stored": STORED_GROUPS, "terms": TERMS_GROUPS}
+GROUPS = {"plain": H200_GROUPS, "stored": STORED_GROUPS, "mxfp4": MXFP4_GROUPS}
 
 
 def choose_group_tiles(

@@ -32,7 +32,7 @@ from specdec_kernels.experts.route_triton import route_triton
 from specdec_kernels.experts.sorted_triton import combine_triton, sorted_mixture_add_norm
 from specdec_kernels.experts.tiles import MANY_TOKENS, ExpertTiles, GroupTiles
 from specdec_kernels.launch_triton import counters
-from specdec_kernels.linear.mx_sums_triton import are_read_by_terms
+from specdec_kernels.linear.mx_sums_triton import are_read_in_order
 from specdec_kernels.linear.reference import Normed, rms_norm_reference
 from specdec_kernels.linear.stored import Storage
 from specdec_kernels.linear.tiles import FEW_ROWS
@@ -511,11 +511,11 @@ def test_grouped_products(size, what, tiles, dtype, device):
 
 MXFP4 = Storage("mxfp4", (1, 32), scales=torch.uint8)
 BF16 = torch.bfloat16
-# T, E, K, F: rows that end in a whole block of 128 columns, and in blocks of 32 and of 64.
-MX_SHAPES = [(1, 9, 128, 160), (7, 5, 320, 32), (16, 6, 288, 192)]
-MX_WAYS = [(8, 2), (16, 1), (32, 1)]  # rows in a tile, and groups in a matmul
-# The terms of x are exact, so only fp8 matmuls of 32 products and the last rounding differ. The
-# interpreter cuts bits off where a GPU rounds.
+# T, E, K, F: rows of one to three whole blocks of 128 columns, and none or 32 or 64 beside them.
+MX_SHAPES = [(1, 9, 128, 160), (7, 5, 320, 32), (16, 6, 416, 192)]
+MX_WAYS = [(8, 2), (16, 1), (32, 2)]  # rows in a tile, and blocks of columns in a step
+# Numbers and products are exact, so only sums in fp32 and the last rounding differ. The interpreter
+# cuts bits off where a GPU rounds.
 MX_TOLERANCE = 4e-3 if torch.cuda.is_available() else 8e-3
 
 
@@ -545,12 +545,18 @@ def mx_experts(
 
 
 def mx_tiles(way: tuple[int, int]) -> tuple[ExpertTiles, ExpertTiles]:
-    """Tiles of gate and up and of down that multiply so many groups at once."""
-    rows, at_once = way
+    """Tiles of gate and up and of down for so many rows and blocks of columns."""
+    rows, blocks = way
     return (
-        ExpertTiles(rows, 32, 128, at_once, 1, 0, 4, 3),
-        ExpertTiles(rows, 64, 128, at_once, 2, 1, 4, 3),
+        ExpertTiles(rows, 32, 128 * blocks, 1, 1, 0, 4, 3),
+        ExpertTiles(rows, 64, 128 * blocks, 1, 2, 1, 4, 3),
     )
+
+
+def features_of(inner: Tensor) -> Tensor:
+    """The results of gate and up in mxfp4, with features in ascending order."""
+    blocks = [block.unflatten(-1, (2, 2, -1)) for block in inner.split(128, -1)]
+    return torch.cat([block.transpose(-1, -2).flatten(-3) for block in blocks], -1)
 
 
 @pytest.mark.parametrize("size, what, way", some(MX_SHAPES, KINDS, MX_WAYS[:2], every=3))
@@ -569,7 +575,7 @@ def test_products_of_mxfp4(size, what, way, device):
     inner = gate_up_triton(x.scaled, plan, experts, first)
     norm = 1 + normal(width, kind={"dtype": BF16, "device": device}, scale=0.3)
     out = down_add_norm_triton(inner, plan, experts, second, x.hidden, norm, EPS)
-    hidden = x.hidden.double()
+    hidden, inner = x.hidden.double(), features_of(inner)
     for slot, expert in enumerate(plan.experts[: int(plan.used)].tolist()):
         mine = (routes.experts == expert).any(1).to(device)
         bias = None if exact.gate_up_bias is None else exact.gate_up_bias[expert]
@@ -596,9 +602,10 @@ def test_grouped_products_of_mxfp4(size, what, way, device):
     factors = torch.rsqrt(x.squares.sum(1) / width + EPS)
     groups = groups_of(routes, num_experts, None)
     groups = PairGroups(*(t.to(device) for t in groups[:3]), factors)
-    first, second = (GroupTiles(way[0], features, 128, 4, 3, way[1]) for features in (32, 64))
+    first, second = (GroupTiles(way[0], features, 128 * way[1], 4, 3) for features in (32, 64))
     inner = grouped_product(x.scaled, groups, experts, first, is_gate=True)
     parts = grouped_product(inner, groups, experts, second, is_gate=False)
+    inner = features_of(inner)
     for pair, expert in enumerate(routes.experts.flatten().tolist()):
         bias, down_bias = (
             None if b is None else b[expert] for b in (exact.gate_up_bias, exact.down_bias)
@@ -610,8 +617,8 @@ def test_grouped_products_of_mxfp4(size, what, way, device):
         assert_close("parts", expected, parts[pair], MX_TOLERANCE)
 
 
-def test_rows_of_mxfp4_that_no_term_can_hold(device):
-    """An infinity makes its own token's results NaN, and a last block of 96 columns has groups that
+def test_infinite_rows_of_mxfp4_and_rows_that_are_read_otherwise(device):
+    """An infinity leaves other tokens' results alone, and a last block of 96 columns has groups that
     begin inside a tile."""
     experts, _ = mx_experts("silu", 5, 128, 64, device)
     routes = some_routes(2, 5, 2)
@@ -620,17 +627,17 @@ def test_rows_of_mxfp4_that_no_term_can_hold(device):
     plan = plan_of(routes, 5, None, device)
     inner = gate_up_triton(x.scaled, plan, experts, mx_tiles((8, 2))[0])
     slot = plan.experts.tolist().index(2)
-    assert inner[slot][0].isfinite().all() and inner[slot][1].isnan().all()
+    assert inner[slot][0].isfinite().all() and not inner[slot][1].isfinite().any()
     weights = {n: MXFP4.quantised(torch.ones(2, n)) for n in (32, 64, 96, 128, 160, 224, 1440, 720)}
-    read = {width for width, weight in weights.items() if are_read_by_terms(BF16, weight)}
+    read = {width for width, weight in weights.items() if are_read_in_order(BF16, weight)}
     assert weights.keys() - read == {96, 224, 720}
-    assert not are_read_by_terms(BF16, weights[128], weights[96])
-    assert not are_read_by_terms(torch.float16, weights[128])
+    assert not are_read_in_order(BF16, weights[128], weights[96])
+    assert not are_read_in_order(torch.float16, weights[128])
 
 
 @pytest.mark.parametrize(("rows", "features"), [(3, 64), (3, 96), (12, 64), (12, 96)])
 def test_layer_of_mxfp4(rows, features, device):
-    """Few tokens and groups. If down's rows have 96 columns, neither weight is read by terms."""
+    """Few tokens and groups. If down's rows have 96 columns, neither weight is read in order."""
     experts, exact = mx_experts("clamped", 9, 128, features, device)
     for weight in (experts.gate_up, experts.down):
         weight.scales[1] = 118
