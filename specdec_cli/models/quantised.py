@@ -13,7 +13,15 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from specdec_kernels.linear.stored import FP8, INT4, INT8, KINDS, Stored, packed
+from specdec_kernels.linear.stored import (
+    FP8,
+    INT4,
+    INT8,
+    KINDS,
+    LARGEST_POWER,
+    Stored,
+    packed,
+)
 
 from specdec_cli.errors import SetupError
 from specdec_cli.models.formats import (
@@ -209,6 +217,8 @@ def _scales(
     if found.dtype == torch.uint8 and bool((found == _NO_POWER).any()):
         raise _damaged(f"{told} has scales that are not numbers ({_NO_POWER} means NaN)")
     if dtype == torch.uint8:
+        if bool((found > LARGEST_POWER).any()):
+            raise _damaged(f"{told} has scales above 2^{LARGEST_POWER - 127}")
         return same(found, part)
     if found.dtype == torch.uint8:  # exponents of powers of two
         found = (found.float() - 127).exp2()

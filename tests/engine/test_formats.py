@@ -444,6 +444,7 @@ def with_code(code: int) -> Callable[[Tensor], Tensor]:
         (AWQ, {"qzeros": lambda t: t[:0]}, r"zeros of shape \[128, 0\]"),
         (PACKED, {"weight_shape": lambda t: t.float()}, "the weight_shape of"),
         (STORED["mxfp4"], {"weight_scale": lambda t: t | 255}, "scales that are not numbers"),
+        (STORED["mxfp4"], {"weight_scale": lambda t: t * 0 + 161}, r"scales above 2\^33"),
         (STORED["modelopt"], {"weight": with_code(0x7F)}, r"not numbers \(NaN\)"),
         (STORED["modelopt"], {"weight": with_code(0xFF)}, r"not numbers \(NaN\)"),
     ],

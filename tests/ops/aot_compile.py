@@ -670,10 +670,17 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("gate_up", "fp8", 8, Storage("fp8"), {}),
             ("down", "fp8", 8, Storage("fp8"), {}),
             ("down", "minima", 8, Q4_K, {}),
-            ("grouped_gate_up", "mxfp4", 128, MX, OSS_SIZES),
+            ("grouped_gate_up", "mxfp4", 32, MX, OSS_SIZES),
+            ("grouped_gate_up", "mxfp4-many", 128, MX, OSS_SIZES),
+            ("grouped_down", "mxfp4", 64, MX, {**OSS_SIZES, "sizes": (128, 2880, 1440)}),
             ("grouped_down", "fp8", 128, Storage("fp8", (128, 128)), {}),
         )
     },
+    "in_order": (
+        *("linear.mx_sums_triton", "in_order_kernel", "*bf16"),
+        {"K": 2880, "BLOCK_K": 1024, "DEPENDENT": True},
+        {},
+    ),
     "combine": (
         *("experts.sorted_triton", "combine_kernel", "*bf16"),
         {"K": 2048, "NUM_CHOSEN": 8, "BLOCK": 2048, "num_warps": 4, "DEPENDENT": True},

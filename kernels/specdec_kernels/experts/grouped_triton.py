@@ -52,9 +52,7 @@ from specdec_kernels.linear.stored_sums_triton import stored_sums
 
 @triton.jit(do_not_specialize=["num_rows"])
 def grouped_linear_kernel(
-    # [R, K], R = T * C / PAIRS; row p // PAIRS is the input of pair p. If IN_ORDER, columns are where
-    # `place_of` says, and so are those of gate and up in out.
-    x_ptr,
+    x_ptr,  # [R, K], R = T * C / PAIRS; row p // PAIRS is the input of pair p
     sizes_ptr,  # this and the next 2: fields of `PairGroups`; factors_ptr is used only if SCALED
     pairs_ptr,
     factors_ptr,
@@ -74,7 +72,9 @@ def grouped_linear_kernel(
     ACTIVATION: tl.constexpr,  # of gate and up; "" for the down projection
     INTERLEAVED: tl.constexpr,
     FORM: tl.constexpr,  # `Form` of a quantised weight, or None
-    IN_ORDER: tl.constexpr,  # whether `mx_sums` multiplies by gate and up, and by down
+    # Whether `mx_sums` multiplies by both weights. If so, columns of x and features of gate and up
+    # in out are where `place_of` says.
+    IN_ORDER: tl.constexpr,
     TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -166,10 +166,8 @@ def grouped_linear_kernel(
             if bias_ptr is not None:
                 sums_up += up_bias[None, :]
             sums = gated(sums, sums_up, slope, limit, ACTIVATION)
-        place_out = column
-        if IN_ORDER and GATED:
-            place_out = place_of(column, num_features)
-        at = pair.to(tl.int64)[:, None] * num_features + place_out[None, :]
+        out_column = place_of(column, num_features) if IN_ORDER and GATED else column
+        at = pair.to(tl.int64)[:, None] * num_features + out_column[None, :]
         out = sums.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + at, out, mask=live[:, None] & column_live[None, :])
         following = first + TILES.block_m + place

@@ -79,6 +79,7 @@ def _to_e2m1(numbers: Tensor) -> Tensor:
 
 FP8, INT4, INT8, MXFP4 = "fp8", "int4", "int8", "mxfp4"
 BLOCK = 128  # columns per block of interleaved four-bit codes
+LARGEST_POWER = 160  # largest exponent of a scale in mxfp4, plus 127, by which kernels multiply
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of codes 0..7; 8..15 are their negatives
 KINDS = {
     FP8: Kind(

@@ -618,8 +618,8 @@ def test_grouped_products_of_mxfp4(size, what, way, device):
 
 
 def test_infinite_rows_of_mxfp4_and_rows_that_are_read_otherwise(device):
-    """An infinity leaves other tokens' results alone, and a last block of 96 columns has groups that
-    begin inside a tile."""
+    """An infinity leaves other tokens' results alone. A last block of 96 columns has groups that
+    begin inside its halves."""
     experts, _ = mx_experts("silu", 5, 128, 64, device)
     routes = some_routes(2, 5, 2)
     x = make_stream(2, 128, {"dtype": BF16, "device": device}, parts=0)
