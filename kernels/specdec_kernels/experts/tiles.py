@@ -48,9 +48,15 @@ STORED = (
 # up, or 64 of down; for one token, half as many were faster.
 MXFP4 = (
     Case((ExpertTiles(8, 16, 256, 1, 1, 0, 2, 3), ExpertTiles(8, 64, 256, 1, 4, 2, 4, 3)), (2,)),
-    Case(
-        (ExpertTiles(8, 32, 256, 1, 1, 0, 4, 3, 80), ExpertTiles(8, 64, 256, 1, 32, 2, 4, 3, 96)),
-        (8,),
+    *(
+        Case(
+            (
+                ExpertTiles(8, 32, 256, 1, 1, 0, 4, 3, 80),
+                ExpertTiles(8, 64, 256, 1, splits, 2, 4, 3, 96),
+            ),
+            (most,),
+        )
+        for splits, most in ((16, 4), (32, 8))
     ),
 )
 EXPERTS = {"plain": H200, "stored": STORED, "mxfp4": MXFP4}
