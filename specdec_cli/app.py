@@ -235,8 +235,8 @@ def _run(arguments: list[str], place: Place, outcome: _Outcome) -> None:
 def _blame_signal(asked: list[signal.Signals], outcome: _Outcome) -> None:
     """If a signal came before an unexpected error, report the signal instead of the error. The
     signal may have caused the error: during an import, transformers catches the exception that the
-    signal raises and raises a different one. A terminal that closes sends SIGHUP, and what then
-    writes to it fails with EIO."""
+    signal raises and raises a different one. A terminal that closes sends SIGHUP, and later writes
+    to it fail with EIO."""
     error = outcome.error
     is_foreseen = error is None or isinstance(error, (SpecdecError, OSError))
     is_gone = isinstance(error, OSError) and error.errno == errno.EIO and not error.filename
@@ -324,8 +324,8 @@ _MACHINE_ERRNOS = frozenset(
 
 
 def _is_machines(error: OSError) -> bool:
-    """Return True if the machine caused the error, not the run. Python tells the characters written
-    only if a stream that does not block, such as a full pipe, has not taken all of a text."""
+    """Return True if the machine caused the error, not the run. Python sets `characters_written`
+    only if a non-blocking stream, such as a full pipe, took only a part of a text."""
     return error.errno in _MACHINE_ERRNOS or hasattr(error, "characters_written")
 
 

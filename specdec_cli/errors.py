@@ -123,9 +123,9 @@ class NotFiniteError(RunError):
 
 
 def is_out_of_files(error: BaseException | None) -> bool:
-    """Return True if a limit on open files caused an error, or one that was handled before it.
+    """Return True if the limit on open files caused an error, or an error that led to it.
 
-    Libraries turn the system's error into their own, so its text is looked for.
+    Libraries replace the system's error by their own, so this searches the messages.
     """
     while error is not None:
         if "Too many open files" in str(error):

@@ -52,8 +52,8 @@ def built(made: type[Any], given: object) -> Any:
 
 
 def _constructor(made: type[Any]) -> Any:
-    """Return the constructor of a class. Those that `typing` puts into protocols, such as
-    `AcceptanceRule`, are passed over, as they only call the next one."""
+    """Return the constructor of a class. Skip those that `typing` adds to protocols such as
+    `AcceptanceRule`, because they only call the next one."""
     own = (vars(base)["__init__"] for base in made.__mro__ if "__init__" in vars(base))
     return next(one for one in own if getattr(one, "__module__", None) != "typing")
 
@@ -276,7 +276,7 @@ class PluggedRule(AcceptanceRule):
         is_used = (before[1] > 0).any()
         written = restored(held, before) & is_used
         place = torch.arange(k + 1, device=device)
-        # -1 and -2 say that the target's or the draft's logits are not finite, where that is true.
+        # -1 and -2 are valid only where the target's or the draft's logits are really not finite.
         unknown = ~target.logits.amax(dim=-1).isfinite() & (place <= lens[:, None])
         of_target, of_draft = unknown.any(dim=1), (candidates.token_ids < 0).any(dim=1)
         is_mark = ((told == -1) & of_target) | ((told == -2) & of_draft)

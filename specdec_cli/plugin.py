@@ -113,8 +113,8 @@ def policy(name: str) -> Callable[[Made], Made]:
 
 
 def _check(name: object, made: object) -> None:
-    """Raise `ValueError` unless a decorator was given a name that options and recipes can hold, and
-    stands above a class."""
+    """Raise `ValueError` unless the decorator's name can be written in options and recipes, and it
+    decorates a class."""
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise ValueError(f"{name!r:.60} is no name: use letters, digits, '_' and '-' only")
     if not isinstance(made, type):
@@ -136,8 +136,8 @@ def _words(made: type[Any]) -> str:
 
 
 def digests() -> dict[str, str]:
-    """Return the SHA-256 of each loaded plugin by its file's name. Between files of one name, as
-    many of their folders are added as tell them apart."""
+    """Return the SHA-256 of each loaded plugin by its file's name. If files have the same name,
+    enough of their folders is prepended to distinguish them."""
 
     def name(path: Path) -> str:
         ends = (path.parts[-n:] for n in count(1))

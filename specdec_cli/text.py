@@ -36,7 +36,7 @@ def _json_escapes(problem: UnicodeError) -> tuple[str, int]:
     return json.dumps(problem.object[problem.start : problem.end])[1:-1], problem.end
 
 
-JSON_ESCAPES = "specdec.json"  # the name of that handler of errors
+JSON_ESCAPES = "specdec.json"  # the name of the error handler
 codecs.register_error(JSON_ESCAPES, _json_escapes)
 
 

@@ -79,7 +79,7 @@ class _Compilers(ThreadPoolExecutor):
 
 @contextmanager
 def _launches_that_compile(kernel: Any) -> Iterator[None]:
-    """During the block, make kernel launches only request compilation.
+    """Make kernel launches only request compilation during the block; no kernel executes.
 
     kernel: Triton's class of kernels, `JITFunction`.
     """

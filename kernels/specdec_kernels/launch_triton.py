@@ -14,8 +14,8 @@ read, before its own wait, everything that was written by kernels before its pre
 
 The sums of `comm` are an exception: they may run beside the matmul before them, and let their
 successor start meanwhile (`beside_predecessor`). So a sum writes only memory that was allocated
-before the matmul was launched, and the successor must not read before its wait what the matmul has
-written. Nothing does, because the matmul has written only words for the sum.
+before the matmul was launched, and the successor must not read the matmul's output before its own
+wait. No successor does, because that output is only words for the sum.
 """
 
 from functools import cache

@@ -152,8 +152,8 @@ def _estimated(
     has its own size in `device_memory_bytes`.
 
     Raises `SetupError` if no combination fits. If all combinations were skipped, raises the error
-    of the first one. Raises an error of one that no draft degree could avoid: there is one degree,
-    or the values of the other options are refused with each.
+    of the first one. Raises an error at once if no other draft degree could avoid it: there is only
+    one degree, or the same other values were refused with every degree.
     """
     from specdec_cli.commands.reading import recipe_options
 
@@ -165,7 +165,7 @@ def _estimated(
     rows: list[dict[str, object]] = []
     found: tuple[specdec_cli.recipe.Recipe, dict[str, object]] | None = None
     problem: SpecdecError | None = None
-    refusals: Counter[tuple[object, ...]] = Counter()  # by memory size and values but for degrees
+    refusals: Counter[tuple[object, ...]] = Counter()  # by memory size and values without draft_tp
     points, estimator = list(_points(lists, len(rooms))), Estimator(asked.permissions(), context)
     for room, values in itertools.product(rooms, points):
         memory = (
@@ -176,7 +176,7 @@ def _estimated(
             check_kind(resolved)
             prompts = _prompts(source, resolved, asked, context)
             profile = estimator.estimate(resolved, prompts, room)
-        except (SetupError, UsageError) as error:  # another draft TP may do
+        except (SetupError, UsageError) as error:  # another draft TP may work
             others = (room, *(values[name] for name in values if name != "draft_tp"))
             refusals[others] += isinstance(error, UsageError)
             if len(lists["draft_tp"]) in (1, refusals[others]):
@@ -246,7 +246,7 @@ def _opened(
     from specdec_cli.experiment.folders.run_folder import RunFolder
 
     folder = RunFolder.create(output, resolved, where)
-    if (output / _SUMMARY).exists():  # otherwise, a picture there is not ours
+    if (output / _SUMMARY).exists():  # without it, a picture there is the user's
         for name in (_SUMMARY, _PICTURE):
             folder.forget(name)
     return folder

@@ -18,8 +18,8 @@ class AddressSpace(NamedTuple):
 
 
 def address_space() -> AddressSpace | None:
-    """Return the limit of this process and what it uses. Return None if there is no limit, or if
-    the system does not tell what is in use."""
+    """Return this process's limit and its size now. Return None if there is no limit, or if the
+    system does not report the size."""
     limit, statm = resource.getrlimit(resource.RLIMIT_AS)[0], Path("/proc/self/statm")
     if limit == resource.RLIM_INFINITY or not statm.exists():
         return None

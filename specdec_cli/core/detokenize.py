@@ -92,7 +92,7 @@ class TextStream:
 class StopFinder:
     """Finds the first stop string in one sequence's output, even if it spans several tokens.
     Without stop strings it finds nothing. Raises `UsageError` for an empty one, which would end an
-    output at once, and for one string instead of a tuple, whose characters would."""
+    output at once, and for a string instead of a tuple, since each character would be one."""
 
     def __init__(self, tokenizer: Decoder, prompt: Sequence[int], stop: tuple[str, ...]) -> None:
         if isinstance(stop, str) or not all(stop):

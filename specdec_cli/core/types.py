@@ -31,9 +31,8 @@ class SamplingParams:
     min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
-        # A recipe's limits, for scripts that make their own. `max_new_tokens` is checked where an
-        # engine starts: what is left of a context may be less than one token, and estimates ask
-        # for none.
+        # A recipe has the same limits; these are for scripts. `max_new_tokens` is checked when an
+        # engine starts: it may be 0 or less before, in estimates and if a prompt fills the context.
         allowed = {
             "temperature": (0.0 <= self.temperature < math.inf, "0 or a finite number above it"),
             "top_k": (self.top_k >= 0, "0 or more"),

@@ -284,8 +284,8 @@ def _more_room(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
         found.append(f"--set cache.max_model_len={longest}: the batch fits at that length")
     wanted = [rank.held_bytes + need.num_blocks * rank.block_bytes for rank in split.ranks]
     if planned.device.type == "cpu":
-        # Where weights and activations count too, more bytes for the caches help only if these
-        # were limited by the recipe.
+        # If weights and activations must fit into the memory too, a larger cache.cpu_bytes helps
+        # only if they all fit.
         can_grow = not split.is_limit or all(
             w <= rank.total_bytes for w, rank in zip(wanted, split.ranks, strict=True)
         )
@@ -356,7 +356,7 @@ def _with_draft(profile: Profile, shares: Sequence[tuple[int, int]]) -> Split:
     shares: for each rank, the bytes of the draft's weights and those of one of its cache blocks.
     """
     on_gpu, measured_ranks = profile.plan.device.type == "cuda", profile.split.ranks
-    # On a CPU the weights of all ranks come off the memory of which the caches get a share.
+    # On a CPU the caches get a share of the memory that the weights of all ranks leave free.
     freed = sum(r.draft_weight_bytes for r in measured_ranks) - sum(w for w, _ in shares)
     is_share = profile.plan.recipe.cache.cpu_bytes is None
     of_host = int(CPU_SHARE * freed) // len(measured_ranks) if is_share else 0

@@ -28,7 +28,7 @@ _SETTLE_S = 5.0  # how long to wait, after a failure, for a report of its cause
 _SETTLE_KNOWN_S = 0.3  # the same wait once a rank has reported its own error
 _STOP_S = 2.0  # seconds from SIGTERM to SIGKILL
 _LEAVE_S = 10.0  # seconds for processes to end after every rank has reported
-# Of the names of private folders. They may lie where other machines do not see this one's locks.
+# Names of private folders contain the host's name: other hosts may not see this host's locks.
 _PREFIX = f"specdec-ranks-{os.uname().nodename}-"
 _OLD_S = 60.0  # the age from which such a folder is locked if its command still runs
 

@@ -17,7 +17,7 @@ def method_of(speculation: SpeculationSection) -> Method:
 
 def draft_tensors_of(target: Description) -> re.Pattern[str] | None:
     """Return a pattern for the names of tensors in a target's files that are drafts of any method;
-    None if the target's config declares no draft, or if its files name tensors in other ways."""
+    None if the target's config declares no draft, or if its files have other tensor names."""
     found = []
     for name, choice in METHODS.items():
         if target.names is None and choice.weights_from == "target":

@@ -259,8 +259,8 @@ def _zeros(own: Parts, group: Matrices, told: str, part: Part | None = None) -> 
 
 
 def _packed_zeros(found: torch.Tensor, own: Parts, bits: int, told: str) -> torch.Tensor:
-    """Unpack the zero points of a matrix [R, C] from int32 words of its columns, without the rows
-    that fill the last word."""
+    """Unpack the zero points of a matrix [R, C] from int32 words along its columns. Leave out the
+    rows that only pad the last word."""
     zeros, rows = _numbers(found.T, bits, told).T, len(own["codes"]())
     return zeros[:rows] if 0 <= len(zeros) - rows < 32 // bits else zeros
 

@@ -79,7 +79,7 @@ def is_slice(text: str) -> bool:
 
 
 def slice_of(rows: Rows, part: str) -> Rows:
-    """Return the rows in a slice. Those after it are not read if its bounds are numbers of rows."""
+    """Return the rows in a slice. Later rows are read only if its bounds are percentages."""
     found = _SLICE.fullmatch(part)
     assert found is not None
     first, last, first_percent, last_percent = found.groups()

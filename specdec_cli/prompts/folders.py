@@ -26,7 +26,7 @@ Files = Mapping[str, list[Path]]  # the files of each split
 
 def files_of(datasets: Any, builder: Any, folder: Path, column: str | None) -> Files:
     """Return the files of each split of a folder. Return {} if `file_source` cannot read them, or
-    not in the way that the folder's settings ask for."""
+    does not support the folder's settings."""
     config = builder.config
     known = {
         str(split): list(map(Path, files)) for split, files in (config.data_files or {}).items()
@@ -36,7 +36,7 @@ def files_of(datasets: Any, builder: Any, folder: Path, column: str | None) -> F
     own = [one for one in fields(config) if one.name not in shared]
     told = {one.name: value for one in own if (value := getattr(config, one.name)) != one.default}
     is_usual = not told or (told == {"sep": "\t"} and endings == {".tsv"})
-    names_text = ".txt" in endings and column is not None  # to `datasets` lines are a column
+    names_text = ".txt" in endings and column is not None  # `datasets` reads lines as a column
     if not is_usual or names_text or not endings <= {*EXTENSIONS}:
         return {}
     base = folder.resolve()  # as in `datasets`
@@ -49,7 +49,7 @@ def files_of(datasets: Any, builder: Any, folder: Path, column: str | None) -> F
 def warn_of_unread(builder: Any, folder: Path, files: Files) -> None:
     """Warn the user about files of rows in a folder that belong to no split. `datasets` reads files
     of one kind, and leaves out the others."""
-    if len(builder.BUILDER_CONFIGS) > 1:  # they belong to other subsets
+    if len(builder.BUILDER_CONFIGS) > 1:  # unread files belong to other subsets
         return
     read = {*chain.from_iterable(files.values())}
     unread = [

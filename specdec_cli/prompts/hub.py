@@ -1,7 +1,7 @@
 """Reads Hugging Face datasets by id, and folders with the same layout, with the package `datasets`.
 
-The module `folders` reads a folder's files, unless they are compressed, of other formats or have
-settings of their own. Rows are converted to prompts elsewhere.
+The module `folders` reads a folder's files, unless they are compressed, have another format or need
+settings. Rows are converted to prompts elsewhere.
 """
 
 import logging
@@ -107,10 +107,10 @@ def _refuse_long_card(folder: Path) -> None:
 
 def _downloaded(datasets: Any, path: str) -> Path | None:
     """Return the folder in the hub's cache with the files of a dataset's id. Return None if
-    `datasets` should read the id, because it has prepared its rows or because the hub has it.
+    `datasets` can read the dataset itself, from its prepared rows or from the hub.
 
-    Raises the hub's error at once if nobody has the dataset; `datasets` would retry for half a
-    minute. It does not read the hub's cache when the hub cannot be reached.
+    Raises the hub's error at once if the dataset is nowhere; `datasets` would retry for half a
+    minute. `datasets` does not read the hub's cache when the hub cannot be reached.
     """
     from datasets.naming import camelcase_to_snakecase
     from huggingface_hub import HfApi, snapshot_download
@@ -201,7 +201,7 @@ def _refusal(path: str, problem: Exception, *, is_local: bool) -> SpecdecError:
 
 @contextmanager
 def _quiet(datasets: Any) -> Iterator[None]:
-    """Hide the progress bars and log lines of the libraries. Their errors are raised, too."""
+    """Hide the libraries' progress bars and log lines. They also raise the errors that they log."""
     shown = datasets.utils.are_progress_bars_disabled() is False
     datasets.disable_progress_bars()
     loggers = list(map(logging.getLogger, _LIBRARIES))

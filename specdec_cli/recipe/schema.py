@@ -27,8 +27,8 @@ from specdec_cli.text import counted
 
 
 def _check_ranks_inside(method: object, target: object, draft: object) -> None:
-    """Raise an error if a draft in the target's checkpoint has other ranks than the target. One
-    rank is the default, which complete recipes have written out."""
+    """Raise an error if a draft in the target's checkpoint has another number of ranks than the
+    target. One rank is always allowed, because it is the default and dumped recipes contain it."""
     sections = (section if isinstance(section, dict) else {} for section in (target, draft))
     theirs, ours = (section.get("tensor_parallel_size", 1) for section in sections)
     if weights_from(method) == "target" and type(ours) is int and ours not in (1, theirs):

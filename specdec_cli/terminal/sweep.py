@@ -268,8 +268,8 @@ def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> N
 
 
 def _crossover_line(at: Crossover) -> str:
-    """Say up to which request rate speculation pays. "" if either rate is unknown, or if the
-    recommendations do not change only once, from speculation to plain decoding."""
+    """Say up to which request rate speculation pays. "" if either rate is unknown, or unless the
+    recommendation changes exactly once, from speculation to plain decoding."""
     if at.below is None or at.above is None or float(at.below) >= float(at.above):
         return ""
     return f"speculation pays up to {at.below:g} requests/s, none from {at.above:g} on"

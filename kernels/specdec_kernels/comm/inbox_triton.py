@@ -20,7 +20,7 @@ def inbox_of(
     first,  # `Inbox.first`
     row,  # [M]
     row_live,  # [M]
-    first_column,  # of a tile whose columns lie in one block of COLUMNS
+    first_column,  # of the tile, whose columns must lie in one block of COLUMNS
     num_features,  # even
     SIZE: tl.constexpr,
 ):

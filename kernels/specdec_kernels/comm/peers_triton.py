@@ -16,12 +16,12 @@ are written atomically, so no separate signal is needed (NCCL's LL protocol). Wo
 overwritten for the same reason as above: a rank that has received all words of one buffer knows
 that all ranks have read the other buffer.
 
-If the matmul has sent the words already (`inbox_triton`), the sum starts while the matmul runs, and
-waits for words only. It also lets its own successor start at once. It waits for the matmul to
-complete only at its end, when this takes no time, so that no later kernel can overtake the matmul.
-Until then, nothing reads what the matmul has written but its words. What the sum reads, the
-residual and the counts, was complete before the matmul's first word was written. What it writes is
-no memory that the matmul may still read (`split_sums_triton`).
+If the matmul sends the words itself (`inbox_triton`), the sum starts while the matmul runs. It
+waits only for the words, and lets its own successor start at once. At its end it waits for the
+matmul to complete, which takes no time then, so that no later kernel can overtake the matmul. Until
+then, nothing reads the matmul's output except the words. The sum's other inputs, the residual and
+the counts, were complete before the matmul wrote its first word. The sum writes only memory that
+the matmul does not read (`split_sums_triton`).
 
 For many rows, each rank sums only its share of the rows, adds the residual and writes the result
 over its own partial sums of these rows, which no other rank reads. It signals that this is done,
@@ -180,8 +180,8 @@ def reduce_add_norm_kernel(
             residual = tl.load(residual_ptr + residual_at, mask=mask, other=0.0).to(tl.float32)
         slot = inside_words + (place > 0).to(tl.int32) * SIZE * PUSHED
         if SENT:
-            # Wait for one word of this rank first. All words would be read again and again while
-            # the matmul runs, and take bandwidth of the L2 cache from it.
+            # Wait for one word of this rank first. Polling all words while the matmul runs would
+            # take L2 bandwidth from it.
             first_word = tl.program_id(1) * BLOCK_M * (N // 2) + column_block * half
             inbox = tl.load(pushed_ptr + RANK).to(tl.pointer_type(tl.int64))
             inbox += (place > 0).to(tl.int32) * SIZE * PUSHED + RANK * PUSHED + first_word

@@ -103,7 +103,7 @@ def of_many_tokens(
 
 
 def way_of(experts: Experts, dtype: torch.dtype) -> str:
-    """Return how kernels read both weights of the experts, by the names of `tiles.EXPERTS`."""
+    """Return the name in `tiles.EXPERTS` of the way in which kernels read the experts' weights."""
     if isinstance(experts.gate_up, Tensor):
         return "plain"
     return "mxfp4" if are_read_in_order(dtype, experts.gate_up, experts.down) else "stored"

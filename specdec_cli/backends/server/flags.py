@@ -20,7 +20,7 @@ _LAUNCH = {
 }
 _PLACES = re.compile(r"\{(model|host|port|k)\}")
 _MODEL_FLAG = {"vllm": "--model", "sglang": "--model-path"}
-_UNLIMITED = 256  # concurrent requests of SGLang if nothing limits them, as by default in vLLM
+_UNLIMITED = 256  # SGLang's limit on concurrent requests if the run sets none; vLLM's default
 _BOTH_FROM_RULE = {"rejection": None, "block": "block", "synthetic": "synthetic"}
 
 

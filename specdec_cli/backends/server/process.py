@@ -114,7 +114,7 @@ class Process:
         except subprocess.TimeoutExpired:
             self._guardian.kill()
             self._guardian.wait()
-        if self._guardian.returncode:  # it was killed, so it has not killed what its server left
+        if self._guardian.returncode:  # killed before it could kill the server's other processes
             guardian.kill_all(self._mark)
         self._guardian.stdout.close()
 

@@ -199,9 +199,9 @@ def room_now(device: torch.device, cache: CacheSection) -> int:
 
 
 def total_memory() -> int:
-    """Return the host's memory in bytes, or the lowest limit of a control group of this process, or
-    what the limit on its virtual memory (ulimit -v) allows this host's ranks together, if that is
-    lower."""
+    """Return the smallest of three sizes in bytes: the host's memory, the memory limits of this
+    process's control groups, and the virtual memory (ulimit -v) that this host's ranks may use
+    together."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [_group_number(group, "memory.max") for group in _groups()]
     if (space := address_space()) is not None:
@@ -220,8 +220,8 @@ def available_memory() -> int:
 
 
 def ulimit_hint() -> str:
-    """Return the end of a hint if the limit on virtual memory leaves less than is available
-    otherwise; "" if it does not."""
+    """Return the end of a hint if the limit on virtual memory (ulimit -v) is the tightest limit;
+    otherwise return ""."""
     space = address_space()
     is_bound = space is not None and space.left * local_world_size() < _unlimited_memory()
     return ", or raise the limit on memory (ulimit -v)" if is_bound else ""

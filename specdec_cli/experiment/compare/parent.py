@@ -38,7 +38,7 @@ def run_pairs(
     """
     records.kept.folder = folder
     records.update_points()
-    # Listed before any ranks start, since `_take_over` reads the samples again that were dropped.
+    # List these first, because `_take_over` reloads even the samples that `reopen` dropped.
     for pair, sizes in [(pair, records.open_sizes(pair)) for pair in plan.to_run]:
         if not sizes:
             continue

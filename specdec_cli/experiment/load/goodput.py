@@ -26,9 +26,9 @@ _MISSED = 6.0
 # and even more rarely in short windows, so that most of the allowed 5 % of misses are left to the
 # upper end.
 _UPPER, _LESS = 0.92, 0.25
-# The end of a ratio's interval that is nearer to 1 is farther away by this share for each unit of
-# crowding. The other end is farther away by more, because a window that is calm by chance shows too
-# small a difference: the slower point lacks its crowds.
+# For each unit of crowding, the end of a ratio's interval that is nearer to 1 moves outwards by
+# _NEARER, and the other end by _FARTHER. The latter is larger, because a window without bursts of
+# requests shows too small a difference: the slower point does not queue in it.
 _NEARER, _FARTHER = 0.2, 2.0
 
 

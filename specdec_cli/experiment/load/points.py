@@ -231,8 +231,8 @@ class Scored:
 
     def is_ruled_out(self, plain: "Scored") -> bool:
         """True if the intervals exclude that this point gains more than `NEGLIGIBLE` over plain
-        decoding, in latency or in the number of requests that meet the objectives. A window that
-        is too short for an interval may lack the crowds that would show it."""
+        decoding, in latency or in the number of requests that meet the objectives. A window too
+        short for an interval excludes nothing: it may lack the bursts that would show a gain."""
         crowding = max(self.crowding, plain.crowding)
         faster = ratio_interval(plain.times, self.times, crowding)
         if faster is None or (more := self._more_met(plain)) is None or crowding > 1:
@@ -247,7 +247,7 @@ class Scored:
         return mean_interval(self.more_met(other), crowding, reach)
 
     def more_met(self, other: "Scored") -> list[float]:
-        """Return that difference in each block of requests."""
+        """Return the difference that `_more_met` describes for each block of requests."""
         pairs = zip(block_means(self.met), block_means(other.met), strict=True)
         return [a - b for a, b in pairs]
 

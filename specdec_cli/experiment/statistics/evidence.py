@@ -35,8 +35,8 @@ def verdict_of(chosen: Ends, others: Iterable[Ends], *, is_disturbed: bool) -> V
 
 
 def claimed(value: float, ends: Ends, reach: float) -> Ends:
-    """Return the interval of a gain with its lower end moved away, to claim the gain although it is
-    one of several that were tried.
+    """Return the interval of a gain with its lower end moved outwards, to correct for the number of
+    gains that were tried.
 
     reach: `stats.joint_reach` of all gains that were tried.
     """
@@ -74,8 +74,8 @@ def judged(
 def needed_for(
     gain: float, ends: Ends, count: int, seconds: float, batch_size: int, *, is_disturbed: bool
 ) -> Needed:
-    """Estimate how many prompts would settle whether a gain is real, with a chance of four in five
-    if it is the true one. A gain that is smaller than it seems needs more.
+    """Estimate how many prompts would settle, with a chance of four in five, whether a gain is
+    real. The measured gain is assumed to be the true one; a smaller one needs more prompts.
 
     The question is settled if the interval shows that the gain is above 1, or that it is at most
     negligible. Further prompts are assumed to vary as much as the measured ones. If too few prompts

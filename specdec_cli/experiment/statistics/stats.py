@@ -191,9 +191,9 @@ def linear_interval(measure: SumRatio) -> list[float] | None:
 
 
 def joint_reach(covariance: Array, freedom: int) -> float:
-    """Return the factor by which lower ends of 95 % intervals must be farther away for the chance
-    that any of them is above its truth to stay at 2.5 %. It is 1 for one measure, and smaller the
-    more the measures vary alike.
+    """Return the factor by which the lower ends of 95 % intervals must move outwards to keep the
+    chance at 2.5 % that any of them exceeds its true value. It is 1 for one measure, and smaller
+    for correlated measures than for independent ones.
 
     The errors are drawn from a multivariate t distribution.
 

@@ -87,9 +87,9 @@ def forecasts_of(
             texts[index] = with_recorded(text, rounds)[0]
     is_exact = settings.is_greedy and not any(text.is_rough for text in texts.values())
     if settings.has_given_acceptance:
-        # The text differs from one k to the next. A prediction is then exact only if all texts end
-        # at the length limit, and so have the same length at every k, and if rounds propose as many
-        # tokens as they may whatever the text is, as those at the largest k do.
+        # Texts differ between values of k. A prediction is then exact only if all texts end at the
+        # length limit, so that they are equally long at every k, and if all rounds propose as many
+        # tokens as they may. The second condition is checked on the rounds at the largest k.
         is_exact = all(sample.finish_reason in ("length", "error") for sample in largest.values())
         for index in texts.keys() & largest.keys():
             proposed = largest[index].proposed_per_round

@@ -99,7 +99,7 @@ def plan_sweep(
                 f"--draft: speculation.method is {method}, which takes no draft",
                 "leave --draft out, or pass --set speculation.method=draft_model",
             )
-    options = WatchedOptions(recipes[0].speculation.options)  # arms record together what they read
+    options = WatchedOptions(recipes[0].speculation.options)  # records the keys that any arm reads
     jobs = [
         tokenised(
             backend,

@@ -47,7 +47,7 @@ _MOST_THREADS = min(4, os.cpu_count() or 1)  # threads run in parallel, as numpy
 _ALL = slice(None)
 _GATE_UP = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.gate_up_proj")
 _ROUTER_BIAS = re.compile(r"model\.layers\.(\d+)\.mlp\.e_score_correction_bias")
-_USED_ELSEWHERE = ("rope_freqs.weight",)  # `gguf_config` reads it into the config
+_USED_ELSEWHERE = ("rope_freqs.weight",)  # `gguf_config` reads this tensor
 
 
 Change = Callable[[torch.Tensor], torch.Tensor]

@@ -22,21 +22,21 @@ _BYTE_LEVEL, _PIECES = "gpt2", "llama"  # values of tokenizer.ggml.model
 # The pre-tokenizers that earlier versions of transformers support, by family.
 _CUT_BEFORE = {"llama": {"smollm", "gpt-2", "default"}, "qwen2": {"qwen2", "deepseek-r1-qwen"}}
 _CUT_BEFORE |= {"qwen3": {"qwen2"}, "qwen2_moe": {"qwen2"}, "qwen3_moe": {"qwen2"}}
-# Names in tokenizer.ggml.pre, by what llama.cpp does with them (src/llama-vocab.cpp). Texts are cut
-# by GPT-2's rule. Files that name no rule are old ones.
+# Pre-tokenizers (tokenizer.ggml.pre) that llama.cpp splits by GPT-2's rule (src/llama-vocab.cpp).
+# Old files name none.
 _AS_GPT2 = {None, "default", "gpt-2", "phi-2", "gigachat", "mpt", "olmo", "jais", "trillion"}
-# The same rule, but each digit is a piece of its own.
+# Pre-tokenizers with GPT-2's rule that also split numbers into single digits.
 _DIGITS_APART = {"starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"}
-# A piece that is a token is not built up by merges.
+# Pre-tokenizers of models that do not apply merges to a piece that is a token.
 _WHOLE_PIECES = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0"}
 _WHOLE_PIECES |= {"lfm2", "tekken"}
-# A text begins with the BOS token, even if the file does not say so.
+# Texts of these models begin with the BOS token, even if the file does not say so.
 _BEGIN_WITH_BOS = _WHOLE_PIECES
-# Texts of models of these names lose white space after special tokens, but not after these tokens.
+# Models with these names strip white space after special tokens, except those in _NOT_STRIPPED.
 _STRIPPED = ("phi-3", "phi3")
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 _TEMPLATE = "tokenizer.chat_template"
-_NAMED = f"{_TEMPLATE}."  # begins the keys of further templates, which end in their names
+_NAMED = f"{_TEMPLATE}."  # the prefix of the keys of further templates; the names follow
 _SPECIAL = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -145,8 +145,8 @@ def _backend(architecture: str, vocabulary: dict[str, Any]) -> Any:
 
 
 def _check_known(vocabulary: dict[str, Any]) -> None:
-    """Raise `ValueError` if transformers does not know how the model cuts texts. It would cut them
-    by GPT-2's rule."""
+    """Raise `ValueError` if transformers does not know the model's pre-tokenizer. It would use
+    GPT-2's instead."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     named = vocabulary["pre_tokenizer_type"]
@@ -156,9 +156,9 @@ def _check_known(vocabulary: dict[str, Any]) -> None:
 
 
 def _cut_as_named(backend: Any, named: str | None) -> None:
-    """Set what transformers leaves out of the rule by which a byte-level tokenizer cuts texts.
+    """Set the parts of a byte-level tokenizer's splitting rule that transformers leaves out.
 
-    named: the rule's name in the file.
+    named: the name of the pre-tokenizer in the file.
     """
     if named in _DIGITS_APART:
         steps = [
@@ -171,9 +171,9 @@ def _cut_as_named(backend: Any, named: str | None) -> None:
 
 
 def _set_spaces(backend: Any, *, adds_first: bool) -> None:
-    """Set how a tokenizer of pieces spells spaces.
+    """Set how a SentencePiece tokenizer represents spaces.
 
-    adds_first: whether a text gets one more space at its beginning and after each special token, as
+    adds_first: whether to add a space at the beginning of a text and after each special token, as
     in llama.cpp. Decoding then removes the first one.
     """
     first = [normalizers.Prepend("▁")] if adds_first else []
@@ -188,8 +188,8 @@ def _with_tokens_of_file(backend: Any, vocabulary: dict[str, Any]) -> Any:
 
     transformers spells a token by its bytes if it has characters outside the byte-level alphabet.
     But special tokens, such as `<｜User｜>`, occur in texts as the file spells them, and their
-    bytes may spell another token, such as `ĠĠ`. It also adds special tokens that the model does not
-    have, such as `<|endoftext|>`.
+    bytes may spell another token, such as `ĠĠ`. transformers also adds special tokens that the
+    model does not have, such as `<|endoftext|>`.
     """
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 

@@ -65,7 +65,7 @@ class PolicyKeys(AdaptiveKeys, ConfidenceKeys):
     """Keys of `speculation.length` that belong to one length policy."""
 
 
-# The key that chooses, keys that only some of its choices read, and these choices.
+# Rows: a key that chooses, a section whose keys only some of its choices read, and these choices.
 _READERS: tuple[tuple[str, type[Section], tuple[str, ...]], ...] = (
     ("method", NgramKeys, ("ngram",)),
     ("method", Eagle3Keys, ("eagle3", "peagle")),
@@ -79,8 +79,8 @@ _READERS: tuple[tuple[str, type[Section], tuple[str, ...]], ...] = (
 
 
 def readers_of(key: str) -> tuple[str, tuple[str, ...]] | None:
-    """Return the key of `speculation` that chooses whether `key`, another one, is read, and the
-    choices that read it; None if every choice does. Plugins may read all keys."""
+    """Return the key of `speculation` whose value decides whether `key` is read, and the values
+    with which it is read; None if it is always read. Plugins may read all keys."""
     for chooser, section, names in _READERS:
         if key.rpartition(".")[2] in section.model_fields:
             return chooser, names

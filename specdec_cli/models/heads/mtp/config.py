@@ -20,7 +20,7 @@ from specdec_cli.recipe.choices.mtp import MtpKeys
 from specdec_cli.text import counted, one_line, shown
 
 _KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
-# Keys of a layer that shape it or change its numbers.
+# Config keys that set a layer's shape or change its results.
 _LAYER = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"),
     *("hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias"),
