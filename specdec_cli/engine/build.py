@@ -172,7 +172,7 @@ def load_models(
         with found_alike():
             held = draft.load(target, plan.groups, block_size, on_compile.get("draft"))
         models = Models(target, held)
-    begin_stage("releasing what loading has left")
+    begin_stage("freeing memory that loading no longer needs")
     release(device)  # frees the originals of weights that were split or merged
     return models
 

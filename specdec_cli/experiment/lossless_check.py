@@ -156,10 +156,10 @@ def failed_check(check: CheckResult | None) -> list[Notice]:
         return []
     told = (
         f"{check_line(check)}. The text is not the target's, so do not use figures of these "
-        "points. `lossless_check` in the --json document lists the places; "
+        "points. `lossless_check` in the --json document lists the differences; "
     )
     if check.must_be_identical:
-        told += "report it with that, or mend the plugin in use"
+        told += "report it with this list, or fix the plugin in use"
     else:
-        told += "try --dtype float32: a fault stays there, and rounding does not"
+        told += "try --dtype float32: it removes rounding errors, but not faults"
     return [Notice("lossless_check", told, {"diverging": check.diverging})]

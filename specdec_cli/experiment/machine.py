@@ -105,7 +105,7 @@ class MachineWatch:
             worst = max(shares[0] or 0.0, most)
             told = (
                 "other work took the processor: this process was ready to run and waited for "
-                f"{100 * worst:.0f} % of the time; {_ALONE}, or with --threads below the free cores"
+                f"{100 * worst:.0f} % of the time; {_ALONE}, or set --threads below the free cores"
             )
             return [Notice("cpu_starved", told, evidence | {"waited_share_of_a_half": most})]
         is_alone = self.ranks == 1 and self.device.type == "cpu" and not self.idles
@@ -154,7 +154,7 @@ class MachineWatch:
         others = max((r.on_gpu for r in readings if r.on_gpu is not None), default=1) - 1
         if others > 0:
             which = "process" if others == 1 else "processes"
-            told = f"{others} other {which} held the GPU; end them, or take another GPU"
+            told = f"{others} other {which} used the GPU; end them, or take another GPU"
             found.append(Notice("gpu_shared", told, {"other_processes": others}))
         return found
 
@@ -200,8 +200,8 @@ def _throttled(spans: list[tuple[_Reading, _Reading]], wall: float) -> list[Noti
     if seconds / wall <= _THROTTLED:
         return []
     told = (
-        f"the control group's limit held its processors back for {seconds:.1f} of {wall:.1f} s; "
-        "raise its limit of processors, or run fewer threads (--threads)"
+        f"the control group's CPU limit throttled this process for {seconds:.1f} of {wall:.1f} s; "
+        "raise its limit, or run fewer threads (--threads)"
     )
     return [Notice("cpu_throttled", told, {"throttled_seconds": seconds, "wall_seconds": wall})]
 

@@ -77,9 +77,9 @@ def warnings_of_job(job: Job, chat: str) -> list[Notice]:
         found.append(job.plan.few_threads)
     if (kind := job.plan.recipe.cache.dtype) != "auto" and job.backend.holds_caches:
         told = (
-            f"keys and values are held in {kind} (cache.dtype), which changes the text: the same "
-            "as without proposals, and not the same as with cache.dtype: auto. Compare with runs "
-            "of the same cache.dtype, and judge the text before using it"
+            f"the cache holds keys and values in {kind} (cache.dtype), which changes the text. It "
+            "is the text of plain decoding with this cache, not with cache.dtype: auto. Compare "
+            "only runs of the same cache.dtype, and check the text before using it"
         )
         found.append(Notice("rounded_cache", told, {"dtype": kind}))
     first = tuple(tokenizer.encode("")[:1])
@@ -88,8 +88,8 @@ def warnings_of_job(job: Job, chat: str) -> list[Notice]:
     twice = sum(bool(first) and ids[:2] == first * 2 for _, ids in plain)
     if twice:
         told = (
-            f"{twice} of {count} prompts begin with the model's first token, and get it twice: "
-            "leave it out of the text, or give messages and let --chat write it"
+            f"{twice} of {count} prompts begin with the token that the tokenizer puts first (BOS), "
+            "and get it twice: leave it out, or give messages and let --chat write it"
         )
         found.append(Notice("first_token_twice", told, {"prompts": twice, "num_prompts": count}))
     # Assume that a chat template was already applied to texts that begin with a special token.
@@ -97,8 +97,8 @@ def warnings_of_job(job: Job, chat: str) -> list[Notice]:
     without = sum(not (prompt.text or "").startswith(marks) for prompt, _ in plain)
     if chat == "auto" and without and tokenizer.has_template:
         told = (
-            f"the target has a chat template, and {without} of {count} prompts go to it "
-            "without: pass --chat to use it, or --no-chat if plain text is meant"
+            f"the target has a chat template, but {without} of {count} prompts do not use it: pass "
+            "--chat to use it, or --no-chat if plain text is meant"
         )
         evidence = {"without": without, "num_prompts": count}
         found.append(Notice("no_chat_template", told, evidence))
@@ -148,8 +148,8 @@ def unlisted_end(job: Job, outputs: Sequence[Output]) -> list[Notice]:
     if end is None or not long or plan.params.ignore_eos or end[0] in plan.eos_ids:
         return []
     told = (
-        f"{long} of {len(outputs)} texts ran to their length, and the tokenizer's end token, "
-        f"{end[1]} (id {end[0]}), ends no text: generation_config.json does not list it in "
+        f"{long} of {len(outputs)} texts reached max_new_tokens, and the tokenizer's end token, "
+        f"{end[1]} (id {end[0]}), does not end texts: generation_config.json does not list it in "
         f"eos_token_id; add it there, or set sampling.stop: ['{end[1]}']"
     )
     return [Notice("end_token_unlisted", told, {"token_id": end[0], "texts": long})]

@@ -12,26 +12,26 @@ from specdec_cli.experiment.folders.samples import Samples
 # least detailed one among those of its samples.
 _SOURCES = (None, "counters", "chunks", "per_request")
 _REMARKS = {
-    "usage_differs": "the server's usage counts other tokens than the ids that it sent: ids count "
-    "here, so do not compare with figures that the server or its client derives from usage",
-    "prefix_cache_hits": "the server found parts of prompts in its prefix cache, so that first "
-    "tokens came early: start it without prefix caching",
-    "max_tokens_cut": "the server ended texts as too long before max_new_tokens: its own limit is "
-    "lower, so that texts are shorter than asked: start it with room for the prompts and "
+    "usage_differs": "the server's usage differs from the number of ids that it sent. Ids are "
+    "counted here, so do not compare with figures that the server or its client derives from usage",
+    "prefix_cache_hits": "the server found parts of prompts in its prefix cache, so first tokens "
+    "came early: start it without prefix caching",
+    "max_tokens_cut": "the server ended texts before max_new_tokens, because its own limit is "
+    "lower. Texts are shorter than asked: start the server with room for the prompts and "
     "max_new_tokens (vLLM's --max-model-len, SGLang's --context-length), or ask for fewer",
-    "max_tokens_exceeded": "the server wrote more tokens than max_new_tokens, so that texts are "
-    "longer than asked, and than another server's: let it keep to the request's max_tokens",
-    "one_chunk": "the server sent whole texts in one chunk, so that their decoding has no time and "
-    "speeds leave them out: let it stream each token (a proxy before it may hold chunks back)",
-    "counters_reset": "the server's counters were reset, so acceptance is unknown: let it "
-    "run on while it is measured",
-    "other_traffic": "the server answered others too: its counters tell no acceptance, and times "
-    "are not those of these requests alone: measure while nobody else asks it",
+    "max_tokens_exceeded": "the server wrote more tokens than max_new_tokens, so texts are longer "
+    "than asked, and than another server's: configure it to respect the request's max_tokens",
+    "one_chunk": "the server sent whole texts in one chunk, so their decoding time is unknown and "
+    "speeds leave them out: make it stream each token (a proxy in between may hold chunks back)",
+    "counters_reset": "the server's counters were reset, so acceptance is unknown: do not restart "
+    "the server while it is measured",
+    "other_traffic": "the server also answered other clients, so acceptance is unknown and times "
+    "include their load: measure while no other client uses the server",
     "counters_late": "the server's counters fell behind its answers, so acceptance is unknown, "
     "but times are right: measure again while the server has no other work",
-    "spec_details_invalid": "the server's details of rounds contradict themselves: its counters "
-    "take their place; without counters acceptance is unknown: update the server, or "
-    "start it without them (vLLM's --per-request-spec-decode-metrics)",
+    "spec_details_invalid": "the server's reports on rounds contradict themselves, so its counters "
+    "are used instead; without counters acceptance is unknown: update the server, or start it "
+    "without these reports (vLLM's --per-request-spec-decode-metrics)",
 }
 
 
@@ -183,8 +183,8 @@ def other_engines(samples: Iterable[Samples]) -> list[Notice]:
     first = others[0]
     told = (
         f"k = 0 was measured with {', '.join(sorted(plain))} and k = {first} with "
-        f"{', '.join(sorted(names[first]))}, so that speed-ups compare engines too: take k = 0 "
-        "from a server of the same engine and version"
+        f"{', '.join(sorted(names[first]))}, so speed-ups also compare engines: measure k = 0 on "
+        "a server of the same engine and version"
     )
     return [Notice("other_engine", told, {"ks": others})]
 

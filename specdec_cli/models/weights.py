@@ -105,7 +105,7 @@ def open_checkpoint(folder: Path, allow_pickle: bool) -> Iterator[dict[str, Read
     tensors: dict[str, Read] = {}
     if files == [folder / _SAFE] and (stale := folder / f"{_SAFE}.index.json").is_file():
         _log.warning(
-            "%s holds %s and %s, the index of another save: the single file is read",
+            "%s holds %s and also %s, an index of other files: the index is ignored",
             *(folder, _SAFE, stale.name),
         )
     with ExitStack() as stack:

@@ -21,7 +21,7 @@ from specdec_cli.report.vllm import Deployment
 _VERDICTS = {
     "use": "use it: faster than plain decoding beyond chance",
     "none": f"no speculation: nothing gains more than {100 * NEGLIGIBLE:.0f} % beyond chance",
-    "inconclusive": "inconclusive: nothing was shown, and nothing is advised",
+    "inconclusive": "inconclusive: the evidence supports no recommendation",
 }
 
 

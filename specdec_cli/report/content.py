@@ -170,7 +170,7 @@ def acceptance(content: Content) -> str:
         if len(rates) > 1:
             name = setting_in_words(content.run, point)
             shares = f"{100 * rates[0]:.0f} % of rounds, the last in {100 * rates[-1]:.0f} %"
-            told.append(f"ith {name} the first proposal stands in {shares}")
+            told.append(f"ith {name} the first proposal is accepted in {shares}")
     return f"W{'; w'.join(told)}." if told else ""
 
 

@@ -116,13 +116,13 @@ _DRAWINGS: Mapping[str, tuple[str, Callable[..., bool]]] = {
         lambda f, c: draw_comparisons(f, c.run),
     ),
     "acceptance": (
-        "Share of rounds in which the proposal at a position stands: in all rounds (marginal), "
-        "and in those whose earlier proposals stood (conditional), with 95 % intervals.",
+        "Share of rounds that accept the proposal at a position: of all rounds (marginal), and "
+        "of those that accept all earlier proposals (conditional), with 95 % intervals.",
         lambda f, c: draw_acceptance(f, c.run),
     ),
     "rounds": (
         "Mean time of an engine round by {axis}, split by stage, with the 95 % "
-        "interval of the whole.",
+        "interval of the total.",
         lambda f, c: draw_rounds(f, c.run),
     ),
     "experts": (
@@ -135,8 +135,8 @@ _DRAWINGS: Mapping[str, tuple[str, Callable[..., bool]]] = {
         lambda f, c: draw_categories(f, c.shown, c.category_point[:-1]),
     ),
     "predictions": (
-        "Predicted speed-up over the measured one, less one, by k, with 95 % intervals. On the "
-        "line they agree, and the band is 5 %.",
+        "Relative error of the predicted speed-up by k, with 95 % intervals. The line is an error "
+        "of 0, and the band is 5 %.",
         lambda f, c: draw_predictions(f, c.run),
     ),
 }

@@ -430,7 +430,7 @@ def _side_by_side(whole: SideBySide) -> Table:
 
 _BY_TIME = (
     " At a request rate, each run's recommended point counts, overloaded points are left out, and "
-    "ratios are those of the mean time of the same requests (request ms), inverted."
+    "ratios are the inverse ratios of the mean times of the same requests (request ms)."
 )
 
 
@@ -470,8 +470,8 @@ def _engines(whole: SideBySide) -> Table:
         Cell("text", lambda r: r[1] and r[1].texts_in_words),
     ]
     note = (
-        "The same k and batch size on several engines. Tokens a round are those within the texts, "
-        "as specdec counts, over common prompts; times of servers are measured by the client."
+        "The same k and batch size on several engines, over common prompts. Tokens a round count "
+        "only tokens within the texts. The client measures the times of servers."
     )
     return table_of(("engines", "Engines", note), whole.by_engine, cells)
 

@@ -74,10 +74,10 @@ def break_even(run: ReportedRun) -> Table:
         Cell("needs a chance of", lambda p: _needed(even_of(p).alpha), "% each", 0),
     ]
     note = (
-        "Breaks even at: tokens a round, over all rounds, at which the costs measured here give "
-        "the speed of plain decoding: the cost of a round over that of a round at k = 0. Needs: "
-        "the share of proposals that must be accepted for it, and the acceptance chance of each "
-        "proposal if all are equal (geometric model)."
+        "Breaks even at: the tokens a round, over all rounds, that give the speed of plain "
+        "decoding. This is the cost of a round divided by that of a round at k = 0. Needs: the "
+        "share of proposals that must be accepted for it, and the chance that each proposal is "
+        "accepted if all chances are equal (geometric model)."
     )
     if any(even_of(p).is_predicted for p in points):
         note += " The costs of points that were not measured come from the time curve."
@@ -125,7 +125,7 @@ def degrees(run: ReportedRun) -> Table:
         Cell("decided by", lambda r: decision(r[2].decided_by)),
         Cell("decoding", lambda r: r[2].decode_tokens_per_second, "tokens/s", 1),
     ]
-    note = "Decided by: the stage in which a round saves most against the next best draft TP."
+    note = "Decided by: the stage in which a round saves the most over the next best draft TP."
     return table_of(("degrees", "The best draft TP", note), rows, cells)
 
 
@@ -135,7 +135,7 @@ def times_of_a_round(run: ReportedRun) -> Table:
     cells += [replace(cell.TIMES["round"], interval=lambda p: p.round_ms_ci), cell.PREFILL]
     if counts_experts(run):
         cells.append(cell.EXPERTS)
-    note = "Means per engine round; prefill is per prompt. The rest of a round is the host's."
+    note = "Means per engine round; prefill is per prompt. The host takes the rest of a round."
     points = [p for p in run.points if p.is_ok]
     return by_point(("rounds", "Time of a round", note), run, points, cells)
 
@@ -164,8 +164,8 @@ def predictions(run: ReportedRun) -> Table:
         Cell("residual", lambda p: percent(residual(p)), "%", 1),
     ]
     note = (
-        f"Predicted from the run at the largest k{_method(points)}; the residual is predicted over "
-        f"measured, less one.{residuals_in_words(run)}"
+        f"Predicted from the run at the largest k{_method(points)}; the residual is the relative "
+        f"error of the prediction.{residuals_in_words(run)}"
     )
     return by_point(("predictions", "Predicted and measured", note), run, points, cells)
 
@@ -177,7 +177,7 @@ def _method(points: Sequence[Point]) -> str:
         return ""
     if all(are_exact):
         return (
-            " by replaying rounds over the recorded matches, which gives exact rounds but not "
+            " by replaying rounds with the recorded acceptance, which gives exact rounds but not "
             "exact times"
         )
     return (
@@ -208,8 +208,8 @@ def categories(run: ReportedRun, point: Point | None, best: Finding | None = Non
             Cell("recommended here", lambda r: _advice(run, own.get(r[0]))),
         ]
         note = (
-            "Fastest here, recommended here: over the prompts of a category alone. The smallest k "
-            "that is tied with its fastest, and faster than plain decoding beyond chance."
+            "Fastest here, recommended here: for the prompts of a category alone. The recommended "
+            "k is the smallest tied with the fastest and faster than plain decoding beyond chance."
         )
     found = table_of(("categories", "By category", note if own else ""), rows, cells)
     columns = range(len(found.columns))
@@ -258,7 +258,7 @@ def category_pairs(run: ReportedRun) -> Table:
     """Make the table that compares drafts with one another for each category of prompts. The table
     has no rows unless the run has several drafts."""
     rows = [(one, *part) for one in _pairs_of_drafts(run) for part in one.per_category.items()]
-    note = "Each at 95 %: of many such comparisons one in twenty differs by chance."
+    note = "Intervals are 95 %: of many such comparisons one in twenty differs by chance."
     return _pairs_table(run, ("category_pairs", "Arm against arm, by category", note), rows)
 
 

@@ -58,19 +58,19 @@ def _in_place_of(run: ReportedRun, bests: Sequence[Finding], command: str) -> li
         writes = f"`python -m scripts.speculators.store {shlex.quote(name)} FOLDER --form plain`"
         if name.startswith("package:"):
             notes.append(
-                f"{name} lies in an installed package: {writes}, in a checkout of specdec, writes "
-                "it as a folder in bf16; put that, or the model's id on the hub, in its place."
+                f"{name} is in an installed package: replace it with the model's id on the hub, or "
+                f"with a folder in bf16, which {writes} writes in a checkout of specdec."
             )
         elif name.startswith(demo.PREFIX):
             notes.append(
-                f"{name} is bundled: replace it by its folder; `specdec methods --json` has it "
-                'as "path".'
+                f"{name} is bundled: replace it with its folder, which `specdec methods --json` "
+                'shows as "path".'
             )
         elif name.endswith(".gguf"):
             notes.append(
-                f"{name} is a GGUF file: servers read few of them. Replace it by the original "
-                f"model's id, or by a folder in bf16, which {writes} writes in a checkout of "
-                "specdec."
+                f"{name} is a GGUF file, and servers read few of them: replace it with the "
+                f"original model's id, or with a folder in bf16, which {writes} writes in a "
+                "checkout of specdec."
             )
     return notes
 
@@ -136,9 +136,9 @@ def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
             "vLLM with dynamic speculation."
         )
         if undecided:
-            notes[-1] += " The schedule has k = 0 for the sizes that were not decided."
+            notes[-1] += " The schedule has k = 0 for sizes with inconclusive verdicts."
     if largest.is_predicted:
-        notes.append("This k was predicted and not measured: sweep it before relying on it.")
+        notes.append("This k was predicted and not measured: measure it before relying on it.")
     if not all(best.recorded is not None for best in decided):
         notes.append("The run is incomplete: this is the fastest point measured so far.")
     if len({p.draft for p in speculating}) > 1:
@@ -182,7 +182,7 @@ def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any] | None, list
             )
     notes += found.notes
     if is_given(run.setting("speculation", "acceptance")):
-        notes.append("Acceptance was given in this run, so k is the best only if it is real.")
+        notes.append("Acceptance was given in this run: k is best only if a draft reaches it.")
     notes.append(_of_times(run, point))
     return config, notes
 
@@ -191,13 +191,13 @@ def _of_times(run: ReportedRun, point: Point) -> str:
     """Return the note on the engine that the times of a point come from."""
     if (engine := point.engine) is None:
         return (
-            "Times are this engine's. vLLM's draft step may cost more, which lowers the best k: "
-            "rehearse with the acceptance measured here before believing a speed-up."
+            "Times are of specdec's own engine. vLLM's draft step may cost more, which lowers the "
+            "best k: rehearse with the acceptance measured here before relying on a speed-up."
         )
     told = f"Times are those of {' '.join(filter(None, (engine.kind, engine.version)))}."
     if run.setting("engine", "kind") in (None, "native"):  # --server
         told += (
-            " Its servers were started elsewhere, and the flags here are the recipe's: compare "
+            " specdec did not start the servers, and the flags here are the recipe's: compare "
             "them with the flags of the server that was measured."
         )
     return told

@@ -38,7 +38,7 @@ from specdec_cli.text import inert, one_line
 _MARK = ""
 # The columns to show if the terminal is too narrow for all.
 _DECIDING = {"draft", "requests/s", "batch", "k", "tokens a round", "tokens/s", "x k = 0", _MARK}
-_MANY = "so many comparisons at 95 % each: one in twenty differs by chance"
+_MANY = "intervals are 95 %: of many such comparisons one in twenty differs by chance"
 _NO_DRAFT = "–"
 _NO_SPECULATION = "no speculation"
 _LINE_EVERY = 0.1  # share of the samples after which the time left is printed again
@@ -235,8 +235,8 @@ def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> N
     table, needed = results_table(document["points"], out.width, document["best_by_batch_size"])
     out.print(table, soft_wrap=False)
     if needed:
-        where = f"a terminal of {needed} columns, --json and report.html (-o DIR)"
-        render.say(f"all figures: {where}", out)
+        where = f"use a terminal of {needed} columns, --json or report.html (-o DIR)"
+        render.say(f"to see all figures, {where}", out)
     tables = [load_table(document["points"], out.width), _category_table(document, out.width)]
     with_draft = has_several_drafts(document["points"])
     pairs = comparison_tables(document["comparisons"], out.width) if with_draft else []

@@ -301,7 +301,7 @@ def test_resume_after_a_killed_parent(tmp_path: Path) -> None:
     assert [s for s in samples if s["batch_size"] == 1] == kept  # none is measured again
     # Two worlds; one that other work disturbed writes its facts again, with a warning.
     assert len({facts["load_seconds"] for facts in records(folder, "pairs.jsonl")}) == 2
-    said = f"samples are of two environments (cpu_count was 99 and is {where['cpu_count']}): "
+    said = f"samples are from two environments (cpu_count was 99 and is {where['cpu_count']}): "
     (told,) = [one for one in result.document["warnings"] if one["code"] == "environment_changed"]
     assert told["message"].startswith(said) and "measure again" in told["message"]
     assert f"warning: {told['message']}\n" in result.err

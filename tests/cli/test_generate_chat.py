@@ -347,7 +347,7 @@ def test_a_template_that_nobody_chose_is_told(run: Run, model: Path, lines: Any)
         return [w for w in result.document["warnings"] if w["code"] == "no_chat_template"]
 
     (told,) = warnings("--target", model, "--prompt-file", path)
-    assert "1 of 3 prompts go to it without: pass --chat" in told["message"]
+    assert "1 of 3 prompts do not use it: pass --chat" in told["message"]
     assert told["evidence"] == {"without": 1, "num_prompts": 3}
     texts = ("--prompt", "x = 1")
     assert warnings("--target", model, *texts, "--no-chat") == []

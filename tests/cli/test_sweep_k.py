@@ -302,7 +302,7 @@ def test_resumed_is_whole(
     (cut / "samples.jsonl").write_text("".join(lines[:5]) + lines[5][:40])
     (cut / "points.jsonl").unlink()
     assert specdec(capsys, *SWEEP, *ONCE, *options, "-o", cut, "--resume").code == 0
-    assert "cut off 40 bytes" in caplog.text
+    assert "removed 40 bytes" in caplog.text
     assert (cut / "samples.jsonl").read_text().startswith("".join(lines[:5]))
     assert without_times(samples(cut)) == without_times(expected)
     assert len((cut / "points.jsonl").read_text().splitlines()) == 3
@@ -401,7 +401,7 @@ def test_tokens_that_differ_between_points(
     assert "warning: not lossless: 1 of 8 texts diverge in float32" in result.err
     assert found["identical"] is False
     assert [(d["k"], d["num_diverging"], d["first"]) for d in found["diverging"]] == [(2, 1, 3)]
-    message = "in float32 they must not: 1 of 4 prompts at draft demo:draft, batch size 1, k = 2"
+    message = "must be the same in float32: 1 of 4 prompts at draft demo:draft, batch size 1, k = 2"
     assert message in result.err
     assert json.loads((folder / "summary.json").read_text())["tokens"] == found
     printed = specdec(capsys, *SWEEP, "-o", folder, "--resume")
@@ -940,7 +940,7 @@ def test_a_cache_in_fp8(
     assert (check["num_compared"], check["passed"]) == (4, True)
     (told,) = [w["message"] for w in document["warnings"] if w["code"] == "rounded_cache"]
     assert "runs of the same cache.dtype" in told
-    assert result.err.count("keys and values are held in fp8") == 1
+    assert result.err.count("the cache holds keys and values in fp8") == 1
     assert document["environment"]["target_kv_cache"] == "float8_e4m3fn, scales of 1"
     assert "target_kv_cache" not in whole[1]["environment"]
 
@@ -1397,7 +1397,7 @@ def test_another_environment_is_told_wherever_its_samples_go(
     lines = (folder / "samples.jsonl").read_text().splitlines(keepends=True)
     (folder / "samples.jsonl").write_text("".join(lines[:-1]))
     (folder / "recipe.yaml").unlink()
-    said = f"samples are of two environments (cpu_count was 99 and is {where['cpu_count']}"
+    said = f"samples are from two environments (cpu_count was 99 and is {where['cpu_count']}"
     assert f"warning: {said}" in specdec(capsys, *resume).err
     merged = specdec(capsys, "merge", folder, "-o", tmp_path / "new", "--json")
     for document in ((folder / "summary.json").read_text(), merged.out):

@@ -244,7 +244,7 @@ def test_a_command_for_a_server_says_whose_times_it_is_from(
         swept(capsys, *urls(*servers), *words)
     assert specdec(capsys, "report", str(tmp_path / "run")).code == 0
     notes = " ".join(json.loads((tmp_path / "run" / "vllm.json").read_text())["notes"])
-    assert "Times are those of vllm 0.25.1. Its servers were started elsewhere" in notes
+    assert "Times are those of vllm 0.25.1. specdec did not start the servers" in notes
     assert "this engine" not in notes and "Measured with draft TP" not in notes
 
 

@@ -410,7 +410,7 @@ def test_diverging_tokens_are_found(tmp_path: Path) -> None:
     (only,) = found.diverging
     assert (only.draft_tp, only.batch_size, only.k) == (2, 8, 2)
     assert (only.num_diverging, only.num_prompts, only.first) == (1, 10, 3)
-    assert "which in float32 they must not: 1 of 10 prompts" in (tokens_line(found) or "")
+    assert "but must be the same in float32: 1 of 10 prompts" in (tokens_line(found) or "")
     records.update_points()
     assert code_of(records, tokens_of(records)) == 4
 

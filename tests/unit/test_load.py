@@ -530,7 +530,7 @@ def test_what_a_short_or_disturbed_window_shows() -> None:
     assert verdicts == ["none", "inconclusive"], "a calm window may lack the crowds"
     noisy = best_at_rate(*points_of(times, {}), [Notice("cpu_load", "…")])
     assert (noisy.verdict, noisy.significant) == ("inconclusive", False)
-    assert "times were disturbed (cpu_load), so nothing is shown" in noisy.reason
+    assert "times were disturbed (cpu_load), so a gain is not shown or ruled out" in noisy.reason
 
 
 def test_the_best_of_several_k_at_a_rate_has_to_be_better_than_one_alone() -> None:
@@ -571,7 +571,9 @@ def test_noise_shows_nothing(
     assert found.needed is None
     counts = crossover({4.0: found})
     assert (counts.below, counts.above).count(None) == (2 if verdict == "inconclusive" else 1)
-    assert found.reason.endswith("so nothing is shown") == (verdict == "inconclusive")
+    assert found.reason.endswith("so a gain is not shown or ruled out") == (
+        verdict == "inconclusive"
+    )
     assert found.reason.startswith("no speculation") == (verdict == "none")
 
 

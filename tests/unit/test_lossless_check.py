@@ -120,7 +120,7 @@ def test_the_same_texts_need_no_logits_and_no_texts_are_no_proof() -> None:
 def test_a_report_says_the_promise_and_how_it_was_kept() -> None:
     same = Tokens(compared=True, must_be_identical=True, identical=True, diverging=[])
     told = lossless_in_words(Summary(tokens=same))
-    assert told is not None and told.startswith("Losslessness: the same text at every point")
+    assert told is not None and told.startswith("Losslessness: every point has the same text")
     where = Diverging(batch_size=1, k=3, num_prompts=12, num_diverging=7, first=0)
     broken = same.model_copy(update={"identical": False, "diverging": [where]})
     (broken_told,) = tokens_notice(broken)

@@ -98,7 +98,7 @@ def test_a_run_that_went_on_elsewhere_tells_of_its_seam(before: int, factor: flo
             of[i] = one.model_copy(update={"decode_seconds": times})
     (notice,) = seams_in(samples, range(before))
     assert notice.code == "baseline_drift" and notice.evidence["from_prompt"] == before
-    assert "where the run went on" in notice.message
+    assert "where the run was resumed" in notice.message
     assert seams_in(samples, ()) == [] == seams_in(samples, range(PROMPTS))
     few = {key: {i: of[i] for i in range(3)} for key, of in samples.items()}
     assert seams_in(few, range(2)) == [], "three prompts show nothing"

@@ -77,7 +77,7 @@ def test_prompts_that_share_one_batch_to_its_end_give_no_interval() -> None:
         assert (known.speedup, known.speedup_ci) == (1.0, [1.0, 1.0])
     best = recommend([plain, point], measured_gains([plain, point], samples), seed=0)
     assert (best.k, best.tied) == (2, [2])
-    assert "share a batch and end together, and so it has no interval" in best.reason
+    assert "there is no interval, because all prompts share a batch and end together" in best.reason
 
 
 def test_a_fastest_point_that_does_not_pay_beyond_chance_leaves_plain_decoding() -> None:
@@ -528,7 +528,7 @@ def test_the_draft_is_the_fastest_ones_and_ties_of_others_are_told(
     assert best.fastest and (best.fastest.draft, best.fastest.k) == ("b", 3)
     assert best.tied_points == [Arm(k=k, draft=d) for d, k in [("a", 1), ("b", 2), ("b", 3)]]
     reason = (
-        "k = 2 with draft b at 1.99x cannot be told from the fastest, k = 3 with draft b at 2.00x "
+        "k = 2 with draft b at 1.99x is tied with the fastest, k = 3 with draft b at 2.00x "
         "the speed of k = 0 over 10 prompts, and proposes less"
     )
     assert best.reason == reason
@@ -604,7 +604,7 @@ def test_predictions_pass_the_same_test_of_chance() -> None:
     best = predicted(speeds, 0.5)
     assert (best.k, best.draft, best.tied) == (2, "b", [2, 3])
     said = "predicted from the texts of the largest k and 10 parts of the time curve: k = 2 with"
-    assert best.reason.startswith(f"{said} draft b at 1.99x cannot be told from the fastest")
+    assert best.reason.startswith(f"{said} draft b at 1.99x is tied with the fastest")
     chance = predicted({("a", 1): 1.02, ("b", 2): 0.9}, 4.0)
     assert (chance.k, chance.draft) == (0, None)
     assert "is not faster beyond chance; about " in chance.reason

@@ -474,7 +474,7 @@ def test_plots_are_pictures_of_what_there_is(sweep: Content, comparison: Content
         ("speedup", sweep.headline),
         ("break_even", "k = 3 with draft-1b at batch size 1: it needs 25 % of its proposals"),
         ("comparisons", "draft-1b, k = 3 is 1.08× as fast as draft-300m, k = 3."),
-        ("acceptance", "With k = 8 with draft-1b the first proposal stands in 78 % of rounds"),
+        ("acceptance", "With k = 8 with draft-1b the first proposal is accepted in 78 % of rounds"),
         ("categories", "Fastest on coding (2.10×), slowest on writing (1.29×)."),
     ]:
         assert words in named[name].caption
@@ -829,7 +829,7 @@ def test_what_was_predicted_is_recommended_as_such(tmp_path: Path) -> None:
     assert any("predicted and not measured" in note for note in found.notes)
     assert content.category_point.startswith("k = ")  # of one that was measured
     assert dict(content.card)["Gain"] == "predicted to be 2.35×"
-    assert "recorded matches, which gives exact rounds but not exact times" in html(content)
+    assert "recorded acceptance, which gives exact rounds but not exact times" in html(content)
     point["prediction"]["is_exact"] = False
     assert "in this text" in html(read(write_folder(tmp_path / "sampled", points)))
 

@@ -189,7 +189,7 @@ def test_runs_at_a_rate_are_compared_by_the_time_of_their_requests(tmp_path: Pat
     told = "b (k = 2 with draft-1b) is 1.52× as fast as a (k = 2 with draft-1b) by the mean time of"
     assert whole.headline.startswith(f"{told} a request over 40 common requests at 4 requests/s (")
     table = next(table for table in whole.tables if table.name == "runs")
-    assert "request" in [column.title for column in table.columns] and "inverted" in table.note
+    assert "request" in [column.title for column in table.columns] and "inverse" in table.note
     other_seed = side_by_side([tmp_path / "b", loaded(tmp_path / "c", seed=1)])
     assert other_seed.headline.endswith(
         "no request with the same arrivals in common at 4 requests/s."

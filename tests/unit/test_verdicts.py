@@ -92,7 +92,7 @@ def test_few_prompts_cannot_tell_how_many_would_decide(count: int, is_disturbed:
         assert (needed.prompts, needed.at_least) == (8, True)
         assert needed.minutes == pytest.approx(8 / count)
         told = needed_in_words(needed, count, is_disturbed=is_disturbed)
-        assert told.endswith("cannot tell how many would decide: measure at least 8")
+        assert told.endswith("cannot show how many are enough: measure at least 8")
         assert "again" not in told
     assert not needed_for(1.4, [1.2, 1.9], 8, 60.0, 1, is_disturbed=True).at_least
 
@@ -261,7 +261,7 @@ def test_pairs_that_are_slower_than_plain_decoding_are_none() -> None:
 
 
 def test_warnings_of_ranks_name_their_pair_and_ranks(tmp_path: Path) -> None:
-    load, gpu = NOISY[0], Notice("gpu_shared", "1 other process held the GPU", {"n": 1})
+    load, gpu = NOISY[0], Notice("gpu_shared", "1 other process used the GPU", {"n": 1})
     found = [Notice.read(one) for one in warnings_of_ranks(Pair(2, 1), [[], [load], [load, gpu]])]
     assert [one.code for one in found] == ["cpu_load", "gpu_shared"]
     assert found[0].message.startswith("target TP 2, draft TP 1: 5.0 processes")

@@ -111,7 +111,7 @@ class ServerBackend:
                     raise
                 command = less
                 self._unknown += unknown
-                left = f"{name} does not know {', '.join(unknown)}: started again without"
+                left = f"{name} was started again without {', '.join(unknown)}: it has no such flag"
                 told(left)
                 self.notices.append(Notice("flags_left_out", left, {"flags": unknown}))
         if facts.k not in (None, k):

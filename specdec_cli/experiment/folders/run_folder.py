@@ -120,7 +120,7 @@ class RunFolder:
                 end = content.rfind(b"\n") + 1
                 if end < len(content):
                     os.truncate(file, end)
-                    said = "%s: cut off %d bytes of a record that a crash left unfinished"
+                    said = "%s: removed %d bytes of a record that a crash left unfinished"
                     _log.warning(said, file, len(content) - end)
 
     def _record_files(self) -> list[Path]:

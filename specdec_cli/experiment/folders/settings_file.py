@@ -214,7 +214,7 @@ def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, An
             hint = "resume with the plugins that the run began with, or name another folder with -o"
         if found.same_name:
             told = f"{found.key}: different weights than in the folder ({to_json(found.theirs)})"
-            hint = "its samples belong to the earlier model of that name: name another with -o"
+            hint = "its samples are of the earlier model of that name: name another folder with -o"
         elif found.same_model:
             names = [found.theirs] if isinstance(found.theirs, str) else found.theirs
             spelled = shlex.join(part for name in names for part in ("--draft", name))
@@ -241,8 +241,8 @@ def keep_environment_warning(
         return
     key, was, is_now = found
     told = (
-        f"samples are of two environments ({key} was {to_json(was)} and is {to_json(is_now)}): "
-        "tokens/s and times mix both, while ratios compare the same prompts; for times from one "
+        f"samples are from two environments ({key} was {to_json(was)} and is {to_json(is_now)}): "
+        "tokens/s and times mix both, but ratios compare the same prompts. For times from one "
         "environment, measure again into another folder"
     )
     found_now = Notice("environment_changed", told, {"key": key, "was": was, "is": is_now})

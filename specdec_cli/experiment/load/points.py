@@ -153,8 +153,8 @@ def load_warnings(points: Sequence[Point]) -> list[Notice]:
         evidence = {"k": point.k, "draft": draft, "request_rate": point.request_rate}
         if load.overloaded:
             told = (
-                f"{where} is overloaded: answers come at {load.achieved_rate:.3g} a second; lower "
-                "--request-rate"
+                f"{where} is overloaded: it answers {load.achieved_rate:.3g} requests a second; "
+                "lower --request-rate"
             )
             found.append(Notice("overloaded", told, evidence))
         lacks = load.slo_attainment is not None and load.slo_attainment_ci is None
@@ -176,8 +176,8 @@ def load_warnings(points: Sequence[Point]) -> list[Notice]:
         if point.k and own and other and max(own / other, other / own) > _OTHER_LENGTH:
             told = (
                 f"{where}: texts have {own:.3g} tokens on average, and {other:.3g} at k = 0, so "
-                "that latencies and speed-up compare texts of other lengths: give all texts one "
-                "length (--ignore-eos)"
+                "latencies and speed-up compare texts of different lengths: make all texts equally "
+                "long (--ignore-eos)"
             )
             found.append(Notice("lengths_differ", told, evidence))
     return found
@@ -387,7 +387,7 @@ def _reason(
 ) -> str:
     k = chosen.point.k
     if lacks:
-        return f"k = {k} at {where}: {lacks}, so nothing is shown"
+        return f"k = {k} at {where}: {lacks}, so a gain is not shown or ruled out"
     if k == 0:
         return f"no speculation at {where}: by {by} {_no_better(leader)}"
     gain = f"{chosen.point.speedup:.2f}x as fast as k = 0" if chosen.point.speedup else ""

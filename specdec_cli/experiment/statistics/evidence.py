@@ -104,7 +104,7 @@ def needed_in_words(needed: Needed, count: int, *, is_disturbed: bool) -> str:
     """Describe the needed measurement, such as `; about 60 prompts like these would decide, in
     about 4 minutes, if the gain is what it seems`. count: the number of measured prompts."""
     if needed.at_least:
-        told = f"{counted(count, 'prompt')} cannot tell how many would decide: measure at least"
+        told = f"{counted(count, 'prompt')} cannot show how many are enough: measure at least"
         return f"; {told} {needed.prompts:,}"
     which = f"about {rounded_up(needed.prompts):,} prompts like these"
     provided = ", if the gain is what it seems"

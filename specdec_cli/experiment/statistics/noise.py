@@ -118,7 +118,7 @@ def _drift(samples: Mapping[Key, Samples], earlier: Collection[int] = ()) -> lis
         for part in (common[:split], common[split:])
     )
     what = "slower" if change > 0 else "faster"
-    since = "where the run went on" if earlier else "at every k alike"
+    since = "where the run was resumed" if earlier else "at every k alike"
     told = (
         f"rounds became {100 * slower:.0f} % {what} from prompt {common[split]} on, {since}: "
         f"{before:.2f} ms before and {after:.2f} ms after at k = {plain.k}; measure again in "
@@ -200,7 +200,7 @@ def _repeats(samples: Mapping[Key, Samples]) -> list[Notice]:
             continue
         told = (
             f"repeat {one} of all points took {ratio.value:.2f} times as long as repeat {other} "
-            f"({ends[0]:.2f}–{ends[1]:.2f}), though they do the same; repeat more often "
+            f"({ends[0]:.2f}–{ends[1]:.2f}), although both do the same work; repeat more often "
             "(--repeats), or while nothing else runs"
         )
         size = next(iter(samples)).batch_size
@@ -219,8 +219,8 @@ def impossible_speeds(points: Iterable[Point]) -> list[Notice]:
     length = point.metrics.tokens_per_round if point.metrics is not None else None
     told = (
         f"a speed-up of {speed:.2f} at {_name(Key.of(point))} is impossible: its rounds write "
-        f"{length or 0:.2f} tokens on average, and none costs less than one of plain decoding. It "
-        "is left out; measure again on a quiet machine, with more repeats"
+        f"{length or 0:.2f} tokens on average, and no round costs less than one of plain decoding. "
+        "It is left out; measure again on a quiet machine, with more repeats"
     )
     more = f" (and {counted(len(found) - 1, 'more point')})" if len(found) > 1 else ""
     evidence = [Key.of(p).as_dict() | {"speedup": s} for s, p in found]
@@ -238,7 +238,7 @@ def predictions_off(points: Iterable[Point]) -> list[Notice]:
     told = (
         f"the predicted speed-up at {_name(Key.of(point))} is {abs(error) * 100:.1f} % too "
         f"{'high' if error > 0 else 'low'}, more than chance "
-        "explains: go by the measured one, or predict again from more prompts on a quiet machine"
+        "explains: use the measured one, or predict again from more prompts on a quiet machine"
     )
     more = f" (and {len(large) - 1} more are off)" if len(large) > 1 else ""
     evidence = [Key.of(p).as_dict() | {"error": e} for p, e in large]
@@ -253,8 +253,8 @@ def proposals_of_another_k(points: Iterable[Point]) -> list[Notice]:
         return []
     names = ", ".join(sorted({str(point.draft) for point in found}))
     told = (
-        f"what {names} proposes depends on k, so that predictions of a smaller k are rough: they "
-        "take the proposals of the largest one"
+        f"the proposals of {names} depend on k, so predictions for a smaller k are rough: they use "
+        "the proposals of the largest k"
     )
     evidence = [Key.of(point).as_dict() for point in found]
     return [Notice("proposals_of_another_k", told, {"points": evidence})]

@@ -20,8 +20,8 @@ _LABELS = {
 }
 _EXACT = "with greedy decoding in float32, speculation writes the text of plain decoding"
 _NARROW = (
-    "in bfloat16 and float16 text parts only where the two best next tokens are nearly tied, since "
-    "passes of other widths round differently"
+    "in bfloat16 and float16 texts differ only where the two best next tokens are nearly tied, "
+    "since passes of different widths round differently"
 )
 _SAMPLED = "sampled text follows the target's distribution, and is not compared word for word"
 
@@ -41,8 +41,8 @@ def tokens_line(tokens: Tokens) -> str | None:
     )
     where = f"{worst.num_diverging} of {worst.num_prompts} prompts at {place}"
     if tokens.must_be_identical:
-        return f"tokens differ between points, which in float32 they must not: {where}"
-    return f"tokens diverge, as other orders of summation make them: at most in {where}"
+        return f"tokens differ between points, but must be the same in float32: {where}"
+    return f"tokens diverge, because sums in another order round differently: at most in {where}"
 
 
 def check_line(check: CheckResult) -> str:
@@ -54,11 +54,11 @@ def check_line(check: CheckResult) -> str:
     near, unexplained = check.num_near_ties, check.num_unexplained
     which = f"{parted} of {compared} texts diverge in {check.dtype}"
     unseen = parted - near - unexplained
-    rest = f" ({unseen} were not looked at)" if unseen else ""
+    rest = f" ({unseen} were not examined)" if unseen else ""
     size = ""
     if check.largest_gap is not None and check.noise is not None:
         gap, noise = check.largest_gap, check.noise
-        size = f"; the largest gap of logits is {gap:.3g}, the rounding {noise:.3g}"
+        size = f"; the largest logit gap is {gap:.3g}, the rounding error {noise:.3g}"
     if check.must_be_identical:
         return f"not lossless: {which} ({of}){size}"
     if unexplained:
@@ -78,7 +78,7 @@ def lossless_in_words(summary: Summary) -> str | None:
             return None
         return f"Losslessness was not checked (`--check-lossless`). The promise: {_SAMPLED}."
     if tokens.identical:
-        line = "the same text at every point, as plain decoding writes"
+        line = "every point has the same text as plain decoding"
     told = f"Losslessness: {line}" if found is None else f"{found[0].upper()}{found[1:]}"
     is_exact = tokens.must_be_identical
     promise = _EXACT if is_exact else f"{_EXACT}; {_NARROW if tokens.compared else _SAMPLED}"

@@ -161,20 +161,17 @@ def _reason(
         if least_tied < chosen.k:
             return f"{found}; smaller tied k may not pay at all"
         if count < FEWEST:
-            return f"{found}, which says little: too few prompts for an interval"
+            return f"{found}, which is weak evidence: too few prompts for an interval"
         if gains.interval(chosen) is None:
             if gains.is_predicted:
-                return f"{found}, which says little: one part of the time curve has no interval"
+                return f"{found}, which is weak evidence: part of the time curve has no interval"
             return (
-                f"{found}, which says little: all of them share a batch and end together, and "
-                "so it has no interval"
+                f"{found}, which is weak evidence: there is no interval, because all prompts share "
+                "a batch and end together"
             )
         that = " with that draft" if with_draft else ""
         return f"{found}, and no smaller k{that} is tied with it"
     why = "and proposes less"
     if chosen.draft != fastest.draft or chosen.k > fastest.k:
         why = "which is not faster beyond chance"
-    return (
-        f"{which} at {gain_of(chosen):.2f}x cannot be told from the fastest, {leader} at "
-        f"{gain}, {why}"
-    )
+    return f"{which} at {gain_of(chosen):.2f}x is tied with the fastest, {leader} at {gain}, {why}"

@@ -68,8 +68,8 @@ class Sweep(Running):
             return found
         told = (
             "the drafts do not fit in memory together: they were loaded in turn and measured in "
-            f"passes of at most {_MOST_PASSES} over the prompts, so that a comparison of drafts "
-            "also compares different minutes; a smaller --batch-size may let them fit"
+            f"at most {_MOST_PASSES} passes over the prompts, so the machine's speed may differ "
+            "between drafts; a smaller --batch-size may let them fit"
         )
         return [*found, Notice("arms_alternate", told, {"most_passes": _MOST_PASSES})]
 

@@ -181,8 +181,8 @@ def _other_rate(recipe: Recipe) -> list[Notice]:
     if own is None or rates is None or abs(own / float(rates[0]) - 1) <= _OFF:
         return []
     told = (
-        f"the due times of {recipe.load.arrivals} come at {own:.3g} a second, not {rates[0]:g}, "
-        f"and are used as they are, so that the rate in the tables is wrong: pass --request-rate "
+        f"the due times of {recipe.load.arrivals} come at {own:.3g} a second, not {rates[0]:g}. "
+        "They are used unchanged, so the rate in the tables is wrong: pass --request-rate "
         f"{own:.3g}, or another file"
     )
     return [Notice("other_rate", told, {"request_rate": rates[0], "file": own})]
@@ -220,14 +220,14 @@ def warnings_of(plan: SweepPlan) -> list[Notice]:
     found = []
     if 0 not in plan.settings.ks:
         told = (
-            "there is no k = 0 to compare with, so that no speed-up is known: name a server "
-            "without speculation with --baseline-server, or a run folder with --baseline"
+            "there is no k = 0 to compare with, so speed-ups are unknown: name a server without "
+            "speculation with --baseline-server, or a run folder with --baseline"
         )
         found.append(Notice("no_baseline", told))
     is_dummy = any(job.plan.random_roles for job in plan.jobs)
     if is_dummy and max(plan.settings.ks) > 0 and not plan.settings.has_given_acceptance:
         told = (
-            "the weights are random, so acceptance is too: give acceptance with "
+            "the weights are random, so acceptance is too: set acceptance with "
             "--synthetic-acceptance-length or -rates"
         )
         found.append(Notice("random_weights", told))
