@@ -302,7 +302,7 @@ def _more_room(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
         if row["status"] == "ok" and row["num_blocks"] >= need.num_blocks:
             found.append(f"--draft-tp {row['draft_tp']}: {row['num_blocks']} blocks fit")
     if cost["target_alone"]["num_blocks"] >= need.num_blocks:
-        found.append("-k 0: without the draft it fits")
+        found.append("-k 0: it fits without the draft")
     return found
 
 

@@ -167,9 +167,10 @@ def _outliers(samples: Mapping[Key, Samples]) -> list[Notice]:
     worst, count = outliers.worst, len(outliers.found)
     seconds = ", ".join(f"{value:.3g}" for value in worst.sample.decode_seconds)
     told = (
-        f"repeats of one prompt differ by more than {OUTLYING} times: prompt {worst.sample.index} "
-        f"at {_name(worst.key)} took {seconds} s; {count} of {outliers.repeats} repeats do not "
-        "count; repeat more often (--repeats), or while nothing else runs"
+        f"repeats of one prompt differ by more than a factor of {OUTLYING}: prompt "
+        f"{worst.sample.index} at {_name(worst.key)} took {seconds} s; {count} of "
+        f"{outliers.repeats} repeats do not count; repeat more often (--repeats), or while nothing "
+        "else runs"
     )
     evidence = worst.key.labels() | {
         "index": worst.sample.index,

@@ -35,7 +35,7 @@ def chosen(name: str, names: Iterable[str], file: str | None) -> str | None:
     if len(models) > 1:
         raise SetupError(
             f"the model {name} has {len(models)} GGUF files: {told}",
-            f"choose one with the key file beside model, such as file: {one_line(models[0])}",
+            f"choose one with the key `file` next to `model`, such as file: {one_line(models[0])}",
         )
     return models[0] if models else None
 
