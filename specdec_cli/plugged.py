@@ -77,7 +77,7 @@ class DeviceCounts:
             return [0] * self.num
         found: list[int] = self._counts.tolist()
         with torch.inference_mode():
-            self._counts.zero_()  # a captured round adds to this tensor, so it has to stay
+            self._counts.zero_()  # in place, because captured rounds add to this tensor
         return found
 
 

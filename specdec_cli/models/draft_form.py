@@ -65,7 +65,7 @@ def _not_run(name: str, fitting: list[Fitting]) -> SetupError:
     runs = [choice.form.noun for choice in METHODS.values() if choice.form is not None]
     return SetupError(
         f"{name} is {kinds[0]}, which is not supported yet",
-        f"models of transformers' families work as drafts, and so does {', '.join(runs)}",
+        f"these work as drafts: models of transformers' families, {', '.join(runs)}",
     )
 
 

@@ -226,7 +226,7 @@ def _in_folder(name: str, folder: Path, file: str | None) -> Path:
             f"merge it into {_base_of(folder)}, and give that folder",
         )
     if not has_config:
-        hint = "is the path right? a folder with a .gguf file needs none"
+        hint = "is the path right? (a folder with a .gguf file needs no config.json)"
         if inside := sorted(str(path.parent) for path in folder.glob(f"*/{_CONFIG}")):
             hint = f"there is one in {', '.join(inside[:5])}"
         raise SetupError(f"no config.json in the model folder {name}", hint)
@@ -288,13 +288,13 @@ def _from_hub(
         hint = f"run `hf download {name}` where the hub can be reached, or pass a local folder; "
         hint += _WITHOUT_HUB
         if find_bundled(name):
-            hint = f"{name} is a bundled recipe, not a model: leave --target out; else {hint}"
+            hint = f"{name} is a bundled recipe, not a model: leave --target out; otherwise {hint}"
         elif name in METHODS:
             draft = " and its draft after --draft" if weights_from(name) == "draft" else ""
             hint = f"{_guess(name)}{name} is a method, not a model: name it after --method{draft}"
         elif "/" not in name:  # nearly all hub ids contain a slash
-            methods = "`specdec methods` lists methods; one of a plug-in needs --plugin FILE.py"
-            hint = f"{_guess(name)}bundled are {_bundled()}, and {methods}; else {hint}"
+            methods = "`specdec methods` lists methods; a plugin's method needs --plugin FILE.py"
+            hint = f"{_guess(name)}bundled are {_bundled()}; {methods}; otherwise {hint}"
         raise SetupError(
             f"the model {name} is neither a local folder nor in the local cache, and could not be "
             f"downloaded ({type(problem).__name__})",

@@ -186,8 +186,8 @@ def latencies(content: Content) -> str:
     (each, first), (slower, earlier) = figures
     name = setting_in_words(content.run, point)
     return (
-        f"With {name} a token takes {each:.2f} ms after the first, in plain decoding {slower:.2f}; "
-        f"the first takes {first:.1f} and {earlier:.1f} ms (medians over prompts)."
+        f"With {name} the first token takes {first:.1f} ms, and each further one {each:.2f} ms; in "
+        f"plain decoding {earlier:.1f} and {slower:.2f} ms (medians over prompts)."
     )
 
 

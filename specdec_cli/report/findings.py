@@ -17,7 +17,7 @@ from specdec_cli.report.folder import ReportedRun
 
 # `warnings` leaves out a run's own warnings that begin like this, because it rewords them.
 _SAID_ABOVE = ("acceptance is synthetic", "the weights are random")
-_UNTESTED = "This is the fastest point so far, without a test of ties."
+_UNTESTED = "This is the fastest point so far; ties were not tested."
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +367,7 @@ def warnings(run: ReportedRun) -> list[Notice]:
             "points."
         )
         if not run.is_comparison and run.has_samples:
-            told[-1] += f" `specdec merge {run.path} -o NEW` makes points of all its samples."
+            told[-1] += f" `specdec merge {run.path} -o NEW` computes points from all its samples."
     if is_given(run.setting("speculation", "acceptance")):
         told.append("Acceptance was given, not measured: the text is not the target's.")
     if "dummy" in (run.setting("target", "load_format"), run.setting("draft", "load_format")):

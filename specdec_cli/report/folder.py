@@ -83,7 +83,7 @@ def read_folder(path: Path) -> ReportedRun:
     """
     if not os.path.isdir(path):  # also False if the name is too long
         what = "is a file" if os.path.exists(path) else "no such folder"
-        raise UsageError(f"{path}: {what}", "name a run folder (what -o was given)")
+        raise UsageError(f"{path}: {what}", "name a run folder, the one that -o named")
     refuse_special_files(path)
     notes: list[str] = []
     document = _document(path / "summary.json", notes) or {}
@@ -156,7 +156,7 @@ def _refuse_unfinished(path: Path, settings: Mapping[str, Any] | None) -> None:
     has_samples = next(intact_records(path / "samples.jsonl", Record, []), None) is not None
     hint = f"go on with --resume -o {path}"
     if is_sweep and has_samples:
-        hint = f"`specdec merge {path} -o NEW` makes points of the existing samples; or {hint}"
+        hint = f"`specdec merge {path} -o NEW` computes points from its samples; or {hint}"
     raise UsageError(f"{path}: no point of this run is finished yet", hint)
 
 

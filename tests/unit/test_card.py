@@ -252,7 +252,7 @@ def test_sections_begin_with_their_conclusion_and_long_tables_are_folded(tmp_pat
     folded, shown = text.index("<details><summary>Every point: "), text.index("table-results")
     assert folded < shown and f"{len(points)} rows" in text[folded:shown]
     plotless = text[text.index("<h2>Latency</h2>") :]
-    assert "with draft-1b a token takes" in plotless.partition("<details>")[0].lower()
+    assert "with draft-1b the first token takes" in plotless.partition("<details>")[0].lower()
     few = page(content_of(tmp_path / "few", "use"), [])
     assert "<details><summary>Every point" not in few and "table-results" in few
 

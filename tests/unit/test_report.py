@@ -312,7 +312,7 @@ def test_a_killed_sweep(tmp_path: Path) -> None:
     gain = best["metrics"]["decode_tokens_per_second"] / plain
     assert content.headline == (
         f"Fastest at batch size 1: k = {best['k']} with draft-1b, {gain:.2f}× the speed of plain "
-        "decoding. This is the fastest point so far, without a test of ties."
+        "decoding. This is the fastest point so far; ties were not tested."
     )
     tables = Page(html(content, drawn(content))).tables
     assert tables["table-results"][-1][-1] == "oom: 80 GiB"
@@ -324,15 +324,15 @@ def test_a_killed_sweep(tmp_path: Path) -> None:
 def test_a_sweep_that_was_killed_after_plain_decoding_claims_no_test(tmp_path: Path) -> None:
     points = sweep_points(ks=(0,), batch_sizes=(1,))
     content = read(write_folder(tmp_path / "one", points, finished=False))
-    told = "No point with proposals was measured. This is the fastest point so far, without a test"
-    assert content.headline == f"Fastest at batch size 1: no speculation. {told} of ties."
+    told = "No point with proposals was measured. This is the fastest point so far; ties"
+    assert content.headline == f"Fastest at batch size 1: no speculation. {told} were not tested."
     assert content.deployment is not None and content.deployment.notes == [
         "No recommendation: the run is incomplete. Plain decoding is the fastest so far."
     ]
     for ks in ((0,), (0, 1, 2)):
         points = sweep_points(ks=ks, batch_sizes=(1, 8))
         two = read(write_folder(tmp_path / f"two-{len(ks)}", points, finished=False)).headline
-        assert "Recommended" not in two and two.count("without a test of ties.") == 2
+        assert "Recommended" not in two and two.count("ties were not tested.") == 2
 
 
 def test_a_failed_point_that_was_run_again(tmp_path: Path) -> None:

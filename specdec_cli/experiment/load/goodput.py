@@ -66,7 +66,7 @@ def mean_interval(
     """Return Student's 95 % interval of the mean over blocks; None without blocks.
 
     crowding: the result of `measuring.crowding`.
-    reach: how many times as far the ends are from the mean; see `stats.joint_reach`.
+    reach: the factor by which the ends move away from the mean; see `stats.joint_reach`.
 
     The interval is widened to allow for the correlation of neighbouring blocks, which are modelled
     as a first-order autoregressive process. The estimated correlation is on average too low by
@@ -105,7 +105,7 @@ def ratio_interval(
 
     crowding: the larger result of `measuring.crowding` of the two. Above 1, only the end that is
         nearer to 1 holds.
-    reach: how many times as far the ends are from the ratio; see `stats.joint_reach`.
+    reach: the factor by which the ends move away from the ratio; see `stats.joint_reach`.
     """
     if len(one) < FEWEST:
         return None

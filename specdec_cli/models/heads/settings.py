@@ -27,7 +27,7 @@ def reading(noun: str, name: str) -> Iterator[None]:
     except (TypeError, ValueError, AttributeError, LookupError) as problem:
         raise SetupError(
             f"cannot read config.json of the {noun} {name}: {first_line(problem)}",
-            "it is damaged or was edited: a key has a value of another kind",
+            "it is damaged or was edited: a key has a value of the wrong type",
         ) from problem
 
 
@@ -103,10 +103,11 @@ class HeadSettings:
         if heads % kv_heads:
             raise self.bad("num_key_value_heads", kv_heads, f"it does not divide {heads}")
         if head_dim % 2:
-            raise self.bad("head_dim", head_dim, "rotary embeddings rotate pairs of features")
+            raise self.bad("head_dim", head_dim, "it must be even for rotary embeddings")
         activation = body.get("hidden_act", "silu")
         if activation not in _ACTIVATIONS:
-            raise self.bad("hidden_act", activation, "silu and gelu_pytorch_tanh are supported")
+            told = "only silu and gelu_pytorch_tanh are supported"
+            raise self.bad("hidden_act", activation, told)
         # transformers refuses a hidden size that is not a multiple of the number of heads, so pass
         # one that is, and set the real size below.
         found = CONFIGS[body["model_type"]](
@@ -155,7 +156,7 @@ class HeadSettings:
     def _eps(self) -> float:
         eps = self.body.get("rms_norm_eps", 1e-6)
         if not isinstance(eps, int | float) or not 0 < eps < 1:
-            raise self.bad("rms_norm_eps", eps, "it must be a small number")
+            raise self.bad("rms_norm_eps", eps, "it must be a number between 0 and 1")
         return float(eps)
 
     def refuse_late_windows(self) -> None:

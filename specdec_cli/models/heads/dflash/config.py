@@ -191,7 +191,7 @@ def _read(kind: type[DFlashConfig], name: str, raw: dict[str, Any]) -> DFlashCon
     body = settings.nested() if is_nested else raw
     settings, told = replace(settings, body=body | {"model_type": "qwen3"}), body.get("model_type")
     if told not in _KINDS:
-        raise settings.bad("model_type", told, "layers of qwen3 are supported")
+        raise settings.bad("model_type", told, "only layers of qwen3 are supported")
     for key, plain in _VARIANTS.items():
         if key in own and own[key] not in plain:
             raise settings.bad(key, own[key], "that variant of the network is not supported")

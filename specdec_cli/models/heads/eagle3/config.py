@@ -120,7 +120,7 @@ class Eagle3Config(HeadConfig):
             raise SetupError(
                 f"the {self.noun} {self.name} reads hidden states {shown(list(found))} of a "
                 f"target that has {n} layers (config.json has {told})",
-                "the head belongs to another target, or its layer ids count from elsewhere; "
+                "the head belongs to another target, or numbers its layers differently; "
                 "speculation.eagle3_layers replaces them",
             )
         return found
@@ -198,7 +198,7 @@ def overridden(config: Config, keys: Eagle3Keys, num_target_layers: int) -> Conf
                 "set speculation.eagle3_layers instead",
             )
         counting = keys.eagle3_counting
-        told = f"speculation.eagle3_counting: {counting}, while the config by itself names {named}"
+        told = f"speculation.eagle3_counting: {counting}, but the config itself names {named}"
         return replace(config, counting=counting, others=(*others, Other(told, own)))
     return config
 
