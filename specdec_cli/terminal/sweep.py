@@ -272,7 +272,7 @@ def _crossover_line(at: Crossover) -> str:
     recommendation changes exactly once, from speculation to plain decoding."""
     if at.below is None or at.above is None or float(at.below) >= float(at.above):
         return ""
-    return f"speculation pays up to {at.below:g} requests/s, none from {at.above:g} on"
+    return f"speculation pays up to {at.below:g} requests/s, but not from {at.above:g} on"
 
 
 def load_table(points: Sequence[Point], width: int) -> Table | None:

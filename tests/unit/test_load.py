@@ -692,7 +692,7 @@ def test_crossover() -> None:
 @pytest.mark.parametrize(
     ("below", "above", "told"),
     [
-        (4.0, 16.0, "speculation pays up to 4 requests/s, none from 16 on"),
+        (4.0, 16.0, "speculation pays up to 4 requests/s, but not from 16 on"),
         (4.0, 1.0, ""),
         (None, 1.0, ""),
     ],

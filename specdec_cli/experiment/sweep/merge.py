@@ -221,7 +221,7 @@ def _missing(whole: SweepSettings, records: SweepRecords) -> list[Notice]:
     if not short:
         return []
     lack = "1 point lacks" if len(short) == 1 else f"{len(short)} points lack"
-    # At rates the windows of a shard belong together, so a merged folder cannot measure the rest.
+    # At request rates a shard's time windows belong together: merged folders cannot complete them.
     todo = "--resume measures them"
     if whole.offered is not None:
         todo = "finish each shard with --resume, then merge again"

@@ -197,7 +197,8 @@ def _target_ids(config: HeadConfig, found: dict[str, Read]) -> torch.Tensor | No
             raise _bad(config, f"d2t is {told}, but must be [{size}] int64")
         ids = ids + offsets.long()
     if int(ids.min()) < 0 or int(ids.max()) >= vocab:
-        raise _bad(config, f"d2t maps to id {int(ids.max())} or {int(ids.min())} of {vocab}")
+        told = f"d2t maps to ids from {int(ids.min())} to {int(ids.max())}, but the target has"
+        raise _bad(config, f"{told} ids from 0 to {vocab - 1}")
     if len(ids.unique()) < size:
         raise _bad(config, "d2t maps several draft ids to one target id")
     if "t2d" in found and size < vocab:
