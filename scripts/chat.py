@@ -7,8 +7,6 @@ and accepted proposals are coloured on a terminal. The last line shows the gain 
 """
 
 import argparse
-import os
-import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -16,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from rich.text import Text
 
+from specdec_cli.app import discard_stdout
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import ExitCode, SpecdecError, UsageError
 from specdec_cli.launch.spinning import choose_spins
@@ -142,20 +141,16 @@ def main() -> int:
         print(inert(f"error: {error.message}") + inert(hint), file=sys.stderr)
         return error.code
     except BrokenPipeError:
-        return _end(128 + signal.SIGPIPE)  # the code that shells report for it
+        discard_stdout()
+        return ExitCode.SIGPIPE
     except OSError as error:
         where = error.filename or "cannot write the answer"
         print(f"error: {where}: {error.strerror}", file=sys.stderr)
-        return _end(ExitCode.ENVIRONMENT)
+        discard_stdout()
+        return ExitCode.ENVIRONMENT
     except KeyboardInterrupt:
         return ExitCode.SIGINT
     return ExitCode.OK
-
-
-def _end(code: int) -> int:
-    """Drop what stdout still holds, so that Python does not try to write it again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return code
 
 
 if __name__ == "__main__":

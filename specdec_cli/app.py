@@ -250,7 +250,7 @@ def _blame_signal(asked: list[signal.Signals], outcome: _Outcome) -> None:
 def _after_system_exit(end: SystemExit, outcome: _Outcome) -> None:
     code = end.code if isinstance(end.code, int) else int(end.code is not None)
     if isinstance(end.__context__, BrokenPipeError):  # typer and rich raise SystemExit from it
-        outcome.fail(_PIPE_CLOSED, None)
+        outcome.fail(ExitCode.SIGPIPE, None)
     elif code == ExitCode.SIGTERM:
         outcome.fail(code, "terminated")
     elif code:
@@ -272,7 +272,7 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
             "try a smaller --batch-size, --max-new-tokens or --num-blocks",
         )
     elif isinstance(error, BrokenPipeError):
-        outcome.fail(_PIPE_CLOSED, None)
+        outcome.fail(ExitCode.SIGPIPE, None)
     elif isinstance(error, ImportError):
         cause: BaseException = error
         while isinstance(cause.__cause__ or cause.__context__, ImportError):
@@ -313,8 +313,6 @@ def _lost_folder(error: FileNotFoundError) -> tuple[str, str] | None:
     return None
 
 
-# Shells report this exit code for a process that SIGPIPE ended because its reader closed the pipe.
-_PIPE_CLOSED = 128 + signal.SIGPIPE
 # Errors that the machine causes, not the run, such as a full disk. EBADF and EIO mean that a stream
 # cannot be written, EFBIG that a file would exceed its limit (ulimit -f).
 _MACHINE_ERRNOS = frozenset(
@@ -356,11 +354,11 @@ def _deliver(document: str, outcome: _Outcome) -> None:
         sys.stdout.write(document)
         sys.stdout.flush()
     except (OSError, KeyboardInterrupt, SystemExit) as error:
-        _discard_stdout()
+        discard_stdout()
         if outcome.failed:  # the earlier error is reported instead
             return
         if isinstance(error, BrokenPipeError):
-            outcome.fail(_PIPE_CLOSED, None)
+            outcome.fail(ExitCode.SIGPIPE, None)
         elif isinstance(error, OSError):
             outcome.fail(ExitCode.ENVIRONMENT, f"cannot write the result: {error.strerror}")
         else:  # interrupted while a pager reads the output
@@ -369,7 +367,7 @@ def _deliver(document: str, outcome: _Outcome) -> None:
         _report(outcome, verbose=False)
 
 
-def _discard_stdout() -> None:
+def discard_stdout() -> None:
     """Redirect stdout to /dev/null. Otherwise the interpreter's flush at exit would fail again."""
     with contextlib.suppress(OSError, ValueError):
         devnull = os.open(os.devnull, os.O_WRONLY)

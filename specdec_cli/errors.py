@@ -20,6 +20,7 @@ class ExitCode(IntEnum):
     LOSSLESSNESS = 4  # losslessness check failed
     ENVIRONMENT = 5  # no such model, no device, out of memory, disk full
     SIGINT = 130
+    SIGPIPE = 141  # the reader of stdout closed the pipe
     SIGTERM = 143
 
 
