@@ -59,22 +59,21 @@ def _constructor(made: type[Any]) -> Any:
 
 
 class DeviceCounts:
-    """Counts of invalid results, kept on the device so that no round waits for them."""
+    """Three counts of invalid results, kept on the device so that no round waits for them."""
 
-    def __init__(self, num: int) -> None:
-        self.num = num
-        self._counts: torch.Tensor | None = None  # int64 [num]
+    def __init__(self) -> None:
+        self._counts: torch.Tensor | None = None  # int64 [3]
 
     def add(self, counts: torch.Tensor) -> None:
-        """Add `counts`, int64 [num]."""
+        """Add `counts`, int64 [3]."""
         if self._counts is None or self._counts.device != counts.device:
-            self._counts = torch.zeros(self.num, dtype=torch.int64, device=counts.device)
+            self._counts = torch.zeros_like(counts)
         self._counts += counts
 
     def taken(self) -> list[int]:
         """Return the counts since the last call, and set them to 0. This waits for the device."""
         if self._counts is None:
-            return [0] * self.num
+            return [0, 0, 0]
         found: list[int] = self._counts.tolist()
         with torch.inference_mode():
             self._counts.zero_()  # in place, because captured rounds add to this tensor
@@ -125,7 +124,7 @@ class PluggedMethod:
         self.vocab_size = parts.target.vocab_size
         # Token ids outside the vocabulary, lengths (`Candidates.lens`) outside 0..caps, and rounds
         # in which `propose` wrote to what it was given.
-        self._num_invalid = DeviceCounts(3)
+        self._num_invalid = DeviceCounts()
         with blamed(self.who, "making it"):
             self.inner = built(type(made.__name__, (made, Proposer), {}), parts)
             self.feature_layers = tuple(self.inner.feature_layers)
@@ -254,7 +253,7 @@ class PluggedRule(AcceptanceRule):
             self.remark = "the text may not follow the target's distribution"
         # Values of `num_accepted` outside 0..lens, token ids outside the vocabulary, and rounds in
         # which `decide` wrote to what it was given.
-        self._num_invalid = DeviceCounts(3)
+        self._num_invalid = DeviceCounts()
 
     def decide(
         self,

@@ -1,7 +1,8 @@
 """Builds an engine from a plan. Only this module connects models, caches and the main loop."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -70,7 +71,7 @@ def build(
     rough = sum(estimate_passes(plan, need)) if is_open else 0  # before weights are loaded
     if loaded_target is not None:
         loaded_target.cache.layers.clear()
-    try:
+    with setup_errors(plan):
         models = load_models(plan, on_stage, loaded_target)
         begin_stage("choosing the size of the caches")
         if (num_blocks := recipe.cache.num_blocks) is None:
@@ -80,8 +81,6 @@ def build(
         _log.info("the caches have %d blocks of %d tokens", num_blocks, need.block_size)
         begin_stage("allocating the caches")
         engine = wire(plan, models, num_blocks)
-    except (torch.OutOfMemoryError, MemoryError) as problem:
-        raise out_of_memory(plan) from problem
     _warm_up(engine, plan, longest_prompt, on_stage)
     return engine
 
@@ -107,12 +106,10 @@ def build_beside(
         return None
     if engine.hidden_layers is None:
         engine.hidden_layers = target.hidden_layers
-    try:
+    with setup_errors(plan):
         models = load_models(plan, on_stage, target)
         beside = wire(plan, models, num_blocks, keeps_target_cache=True)
         beside.hidden_layers = target.hidden_layers
-    except (torch.OutOfMemoryError, MemoryError) as problem:
-        raise out_of_memory(plan) from problem
     _warm_up(beside, plan, longest_prompt, on_stage)
     return beside
 
@@ -236,12 +233,8 @@ def measured(plan: Plan, models: Models, need: CacheNeed) -> RankMemory:
     """Run the largest passes that `need` allows, and return this rank's memory use, broken down by
     purpose. All ranks must call this. Raises `SetupError` if memory runs out or a model cannot be
     compiled."""
-    try:
+    with setup_errors(plan):
         found = measure_rank(plan, models, need, partial(wire, plan, models))
-    except (torch.OutOfMemoryError, MemoryError) as problem:
-        raise out_of_memory(plan) from problem
-    except CompileError as problem:
-        raise cannot_compile(problem) from problem
     release(plan.device)
     return found
 
@@ -299,15 +292,11 @@ def _warm_up(
     on_stage("compiling kernels and capturing rounds")
     params = replace(plan.params, max_new_tokens=2 * (plan.k + 1))
     lengths = warm_up_lengths(plan, longest_prompt)
-    try:
+    with setup_errors(plan):
         engine.compile_ahead(lengths, plan.k, params)
         for length in lengths:
             begin_stage("running prompts to warm up")
             engine.run([Request(0, (0,) * length)], plan.k, params)
-    except CompileError as problem:
-        raise cannot_compile(problem) from problem
-    except torch.OutOfMemoryError as problem:
-        raise out_of_memory(plan) from problem
 
 
 def warm_up_lengths(plan: Plan, longest_prompt: int) -> list[int]:
@@ -322,14 +311,21 @@ def warm_up_lengths(plan: Plan, longest_prompt: int) -> list[int]:
     return lengths[-1:] if is_one else lengths
 
 
-def out_of_memory(plan: Plan) -> SetupError:
-    """Return an out-of-memory error that states the sizes of the weights and the free memory."""
-    weights = " + ".join(f"{d.spec.role} {d.weight_bytes / 2**20:,.0f} MiB" for d in plan.held)
-    where = str(plan.device)
-    if plan.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(plan.device)
-        where += f" ({free / 2**20:,.0f} of {total / 2**20:,.0f} MiB free)"
-    return SetupError(
-        f"out of memory on {where}; the weights alone are {weights}",
-        "use smaller models, a smaller dtype or batch size, or set cache.num_blocks",
-    )
+@contextmanager
+def setup_errors(plan: Plan) -> Iterator[None]:
+    """Raise `SetupError` if memory runs out or a model cannot be compiled. For memory, it states
+    the sizes of the weights and the free memory."""
+    try:
+        yield
+    except CompileError as problem:
+        raise cannot_compile(problem) from problem
+    except (torch.OutOfMemoryError, MemoryError) as problem:
+        weights = " + ".join(f"{d.spec.role} {d.weight_bytes / 2**20:,.0f} MiB" for d in plan.held)
+        where = str(plan.device)
+        if plan.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(plan.device)
+            where += f" ({free / 2**20:,.0f} of {total / 2**20:,.0f} MiB free)"
+        raise SetupError(
+            f"out of memory on {where}; the weights alone are {weights}",
+            "use smaller models, a smaller dtype or batch size, or set cache.num_blocks",
+        ) from problem

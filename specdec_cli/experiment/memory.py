@@ -16,7 +16,7 @@ import torch
 from specdec_cli.backends import native
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.types import Permissions
-from specdec_cli.engine.build import load_models, measured, out_of_memory
+from specdec_cli.engine.build import load_models, measured, setup_errors
 from specdec_cli.engine.devices import resolve_device
 from specdec_cli.engine.memory.budget import CPU_SHARE, CacheNeed, RankMemory, Split
 from specdec_cli.engine.memory.estimate import (
@@ -95,10 +95,8 @@ def measure_blocks(
     """
     tokens = _context(planned, prompts, context)
     expect(len(planned.held) + 1)
-    try:
+    with setup_errors(planned):
         models = load_models(planned, on_stage)
-    except (torch.OutOfMemoryError, MemoryError) as problem:
-        raise out_of_memory(planned) from problem
     on_stage("running the largest passes")
     mine = measured(planned, models, cache_need(planned, planned.max_model_len))
     split = Split(tuple(planned.parallel.gather_objects(mine)))

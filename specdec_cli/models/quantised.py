@@ -40,9 +40,8 @@ from specdec_cli.models.weights import Fields, Part, Read, same
 from specdec_cli.text import one_line
 
 # Maps the ending of a scale's name to the ending of the name of the matrix that it belongs to.
-_SCALES = {".weight_scale_inv": ".weight", ".scale": ".weight", ".qscale_weight": ".weight"}
-_SCALES |= {".weight_scale": ".weight"}
-_SCALES |= {"_scale_inv": ""}  # for experts that are stacked in one tensor
+_OF_MATRIX = (".weight_scale_inv", ".scale", ".qscale_weight", ".weight_scale")
+_SCALES = dict.fromkeys(_OF_MATRIX, ".weight") | {"_scale_inv": ""}  # "" for stacked experts
 # A quantised matrix is stored as several tensors. Maps what each contains, such as the codes or the
 # scales, to the ending of its name.
 _COMPRESSED = {"codes": ".weight_packed", "scales": ".weight_scale", "zeros": ".weight_zero_point"}
@@ -424,21 +423,12 @@ def dequantised(
     # they must be transposed.
     is_turned = any(group.form == BLOCKS for group in scheme.groups)
     fields = fields_of(tensors, scheme, model)
-    how = fields, dtype, model, is_turned
-    return fields.codes | {name: _plain_reader(name, *how) for name in fields.storages}
 
-
-def _plain_reader(
-    name: str, fields: Fields, dtype: torch.dtype, model: str, is_turned: bool
-) -> Read:
-    """Return a reader that dequantises a weight. is_turned: whether to exchange its last two
-    dimensions."""
-
-    def read(part: Part | None = None) -> torch.Tensor:
+    def read(name: str, part: Part | None = None) -> torch.Tensor:
         numbers = _plain(read_stored(name, fields, model), dtype)
         return same(numbers.transpose(1, 2) if is_turned else numbers, part)
 
-    return read
+    return fields.codes | {name: partial(read, name) for name in fields.storages}
 
 
 def _plain(stored: Stored, dtype: torch.dtype) -> torch.Tensor:

@@ -277,25 +277,24 @@ def load_tokenizer(
     """
     if is_gguf(place):
         return _loaded(partial(gguf_tokenizer, read_model(place)), name, "the GGUF file is damaged")
-    folder = place
-    if (file := unsafe_file(folder)) is not None:
+    if (file := unsafe_file(place)) is not None:
         what = f"not a regular file of at most {FILE_BYTES >> 20} MiB"
         raise SetupError(f"cannot load the tokenizer of {name}: {file} is {what}", _NEEDED)
-    if not has_tokenizer(folder):
+    if not has_tokenizer(place):
         if is_dummy:
             return ByteTokenizer(vocab_size)
         # For some families transformers would invent a tokenizer with an empty vocabulary.
         raise SetupError(f"cannot load the tokenizer of {name}: there is none", _NEEDED)
-    if not trust_remote_code and not _has_vocabulary(folder):
+    if not trust_remote_code and not _has_vocabulary(place):
         raise _needs_code(name)
-    for file in (file for pattern in (*_FILES, _CONFIG) for file in folder.glob(pattern)):
+    for file in (file for pattern in (*_FILES, _CONFIG) for file in place.glob(pattern)):
         if is_lfs_pointer(file):
             what = f"{file.name} is a Git LFS pointer, not the file itself"
             raise SetupError(f"cannot load the tokenizer of {name}: {what}", LFS_HINT)
     from transformers import AutoTokenizer
 
     # Always give trust_remote_code: without it, transformers would ask on the terminal.
-    load = partial(AutoTokenizer.from_pretrained, folder, trust_remote_code=trust_remote_code)
+    load = partial(AutoTokenizer.from_pretrained, place, trust_remote_code=trust_remote_code)
     return _loaded(load, name, _NEEDED)
 
 

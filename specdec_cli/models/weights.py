@@ -19,7 +19,7 @@ from specdec_kernels.linear.stored import Storage
 
 from specdec_cli.errors import SetupError
 from specdec_cli.models.config_file import LFS_HINT, is_lfs_pointer
-from specdec_cli.models.gguf.files import layers_in, read_model
+from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.text import first_line, one_line, reason_of
 
@@ -165,10 +165,10 @@ def layers_held(place: Path) -> int | None:
     Returns None if no name contains a layer number, or if an index or file is damaged. Loading will
     report the damage.
     """
+    names, number = tensor_names(place), r"(?:^|\.)(\d{1,9})\."
     if is_gguf(place):
-        return layers_in(read_model(place))
-    names = tensor_names(place)
-    found = filter(None, (re.search(r"(?:^|\.)(\d{1,9})\.", name) for name in names))
+        names, number = read_model(place).tensors, r"^blk\.(\d{1,9})\."
+    found = filter(None, (re.search(number, name) for name in names))
     return max((int(match[1]) + 1 for match in found), default=None)
 
 

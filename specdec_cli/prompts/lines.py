@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 from specdec_cli.errors import UsageError
 from specdec_cli.prompts.types import BadRow
+from specdec_cli.recipe import source
 from specdec_cli.text import shown
 
 MAX_LINE_BYTES = 8 * 1024 * 1024
@@ -47,16 +48,7 @@ def json_rows(file: BinaryIO, name: str) -> Rows:
         yield from jsonl_rows(file, name)
         return
     file.seek(start)
-    yield from _items(_whole(file, name), name)
-
-
-def _whole(file: BinaryIO, name: str) -> str:
-    raw = file.read().removeprefix(BOM)
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise UsageError(f"{name}:{line}: not UTF-8 text") from None
+    yield from _items(source.decoded(file.read(), name), name)
 
 
 def _items(text: str, name: str) -> Rows:

@@ -5,6 +5,7 @@ Scalars follow YAML 1.2's core schema: `on`, `no` and `12:30` are strings, `012`
 """
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -247,9 +248,15 @@ def read(path: Path, name: str) -> Document:
         raise UsageError(f"{name}: cannot be read: {error.strerror}") from None
     if len(raw) > MAX_BYTES:
         raise UsageError(f"{name}: larger than {MAX_BYTES:,} bytes, not a recipe")
+    return parse(decoded(raw, name), name)
+
+
+def decoded(raw: bytes, name: str) -> str:
+    """Decode the content of a file, without its byte order mark. Raises `UsageError`, with the
+    line, if it is not UTF-8."""
+    raw = raw.removeprefix(BOM_UTF8)
     try:
-        text = raw.decode("utf-8-sig")
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise UsageError(f"{name}:{line}: not UTF-8 text") from None
-    return parse(text, name)

@@ -72,13 +72,6 @@ def read_model(file: Path) -> Header:
     return _joined([read_header(f) for f in files])
 
 
-def layers_in(header: Header) -> int | None:
-    """Return the number of layers, according to the tensors' names, or None if no name contains a
-    layer index."""
-    found = filter(None, (re.match(r"blk\.(\d{1,9})\.", name) for name in header.tensors))
-    return max((int(match[1]) + 1 for match in found), default=None)
-
-
 def _joined(headers: list[Header]) -> Header:
     tensors: dict[str, TensorPlace] = {}
     for i, header in enumerate(headers):
