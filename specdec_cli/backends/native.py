@@ -152,7 +152,7 @@ def prepared(plan: Plan) -> Prepared:
     return Prepared(
         recipe=plan.recipe,
         k=plan.k,
-        proposer=plan.proposer,
+        proposer=plan.recipe.proposer,
         tokenizer=plan.tokenizer,
         vocab_size=target.vocab_size,
         max_model_len=plan.max_model_len,

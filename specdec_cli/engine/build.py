@@ -201,7 +201,7 @@ def wire(
             models.target.hidden_layers = proposer.feature_layers
     rule, policy = rule_of(recipe.speculation), policy_of(recipe.speculation)
     if proposer is not None:
-        recipe.speculation.options.refuse_unknown(plan.proposer)
+        recipe.speculation.options.refuse_unknown(recipe.proposer)
     return Engine(
         target=models.target,
         proposer=proposer,

@@ -70,16 +70,6 @@ class Plan:
         return speculation.num_speculative_tokens if proposes else 0
 
     @property
-    def proposer(self) -> str | None:
-        """The name of the draft if the method uses the recipe's draft model, or else the name of
-        the method if it works without a draft. None if neither is the case. The name does not
-        depend on k."""
-        method = self.recipe.speculation.method
-        if weights_from(method) == "draft" and self.recipe.draft is not None:
-            return self.recipe.draft.model
-        return method if without_draft(method) else None
-
-    @property
     def remark(self) -> str | None:
         """The acceptance rule's remark on how the rule changes the output, to be shown with the
         run's results. None if the rule has no remark, if nothing is proposed, or if decoding is

@@ -389,7 +389,7 @@ def memory_cost(
     cache, whole = plan.recipe.cache, where.get("gpu_memory_bytes")
     size = cache.block_size
     return MemoryCost(
-        draft=plan.proposer if pair is None else None,
+        draft=plan.recipe.proposer if pair is None else None,
         target_weight_bytes=target.weight_bytes,
         draft_weight_bytes=draft.weight_bytes if draft is not None else 0,
         target_token_bytes=target.block_bytes(size) / size,

@@ -54,6 +54,16 @@ class Recipe(Section):
     load: LoadSection = LoadSection()
     data: DataSection | None = None
 
+    @property
+    def proposer(self) -> str | None:
+        """The name of the draft if the method uses the recipe's draft model, or else the name of
+        the method if it works without a draft. None if neither is the case. The name does not
+        depend on k."""
+        method = self.speculation.method
+        if weights_from(method) == "draft" and self.draft is not None:
+            return self.draft.model
+        return method if without_draft(method) else None
+
     def changed(self, section: str, **values: object) -> Self:
         """Return a copy of the recipe with some keys of one section changed."""
         return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})

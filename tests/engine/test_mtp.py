@@ -695,7 +695,7 @@ def test_a_module_s_settings_may_be_few_or_rounded(target: Path, tmp_path: Path)
     keys = "head_dim hidden_act rope_parameters rope_theta intermediate_size".split()
     eps = json.loads((target / "config.json").read_text())["rms_norm_eps"] * (1 + 3e-8)
     folder = extracted(target, tmp_path / "one", rms_norm_eps=eps, **dict.fromkeys(keys))
-    assert planned(target, draft__model=str(folder)).proposer == str(folder)
+    assert planned(target, draft__model=str(folder)).recipe.proposer == str(folder)
 
 
 def test_a_second_module_in_a_folder_is_refused(target: Path, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_rotary_tables_reach_as_far_as_texts() -> None:
 
 def test_plain_decoding_proposes_nothing() -> None:
     found = plan(load_recipe(None, {"target.model": "demo:target", "run.device": "cpu"}))
-    assert (found.k, found.proposer) == (0, None)
+    assert (found.k, found.recipe.proposer) == (0, None)
 
 
 def test_a_rule_is_remarked_on_where_it_changes_text() -> None:

@@ -24,7 +24,7 @@ from specdec_cli.backends.server.session import Line, ServerSession
 from specdec_cli.core.types import Permissions
 from specdec_cli.errors import Notice, RunError, SetupError, UsageError
 from specdec_cli.recipe import Recipe
-from specdec_cli.recipe.choices.registry import METHODS, weights_from, without_draft
+from specdec_cli.recipe.choices.registry import METHODS, weights_from
 from specdec_cli.text import one_line
 
 _UNLIMITED = 1 << 31
@@ -202,14 +202,11 @@ class ServerBackend:
         )
 
     def _proposer(self, recipe: Recipe) -> str | None:
-        """Return a name for the source of the proposals. This is the recipe's draft, or its method
-        if that needs no draft. Otherwise it is the method that a server reports, "server" if
-        servers propose tokens but report no method, or None if no server proposes tokens."""
-        method = recipe.speculation.method
-        if weights_from(method) == "draft" and recipe.draft is not None:
-            return recipe.draft.model
-        if without_draft(method):
-            return method
+        """Return a name for the source of the proposals. This is the recipe's own. Otherwise it is
+        the method that a server reports, "server" if servers propose tokens but report no method,
+        or None if no server proposes tokens."""
+        if recipe.proposer is not None:
+            return recipe.proposer
         told = (facts.method for k, facts in self.servers.items() if k)
         return next((name for name in told if name), "server" if any(self.servers) else None)
 

@@ -12,6 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -318,14 +319,11 @@ def _wait_asked(headers: Mapping[str, str]) -> float:
     """Return how many seconds to wait according to the Retry-After header, which holds a number of
     seconds or a date. Returns 0 if the header is missing or invalid."""
     text = headers.get("Retry-After", "")
-    try:
+    with suppress(ValueError):
         return max(0.0, float(text))
-    except ValueError:
-        pass
-    try:
+    with suppress(ValueError):
         return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
-    except ValueError:
-        return 0.0
+    return 0.0
 
 
 async def error_words(response: aiohttp.ClientResponse) -> str:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from specdec_cli.errors import ExitCode, RunError
@@ -105,10 +106,8 @@ class Process:
     def stop(self) -> None:
         """Stop the server. Returns when none of its processes is left."""
         assert self._guardian.stdin is not None and self._guardian.stdout is not None
-        try:
+        with suppress(OSError):  # the guardian has ended with its server
             self._guardian.stdin.close()
-        except OSError:
-            pass  # the guardian has ended with its server
         try:
             self._guardian.wait(self._stop_timeout_s + _SLACK_S)
         except subprocess.TimeoutExpired:

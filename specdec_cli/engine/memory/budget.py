@@ -1,6 +1,7 @@
 """Computes how many KV blocks fit into each rank's memory, and how many a run can use."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -230,13 +231,10 @@ def ulimit_hint() -> str:
 def _unlimited_memory() -> int:
     """Return what `available_memory` would return without a limit on virtual memory."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    found = int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    with suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                found = int(line.split()[1]) * 1024
     for group in _groups():
         limit, used = (_group_number(group, f"memory.{name}") for name in ("max", "current"))
         if limit is not None and used is not None:
@@ -250,11 +248,8 @@ def _groups() -> list[str]:
     since the limits of all apply. A process with its own namespace of groups sees only the last
     one."""
     path = ""
-    try:
-        with open(_OWN_GROUP, encoding="utf-8", errors="surrogateescape") as lines:
-            path = next((line[3:].strip() for line in lines if line.startswith("0::")), "")
-    except OSError:
-        pass
+    with suppress(OSError), open(_OWN_GROUP, encoding="utf-8", errors="surrogateescape") as lines:
+        path = next((line[3:].strip() for line in lines if line.startswith("0::")), "")
     names = [name for name in path.split("/") if name]
     if ".." in names:  # the group is outside the namespace
         names = []
@@ -268,14 +263,11 @@ def _group_number(group: str, file: str, key: str | None = None) -> int | None:
     key: the word before the number, in a file with several; None for a file that holds a single
     number. Return None if the file is missing or has no such number.
     """
-    try:
-        with open(f"{group}/{file}", encoding="ascii") as lines:
-            for line in lines:
-                name, _, value = line.strip().rpartition(" ")
-                if name == (key or ""):
-                    return int(value)
-    except (OSError, ValueError):
-        pass
+    with suppress(OSError, ValueError), open(f"{group}/{file}", encoding="ascii") as lines:
+        for line in lines:
+            name, _, value = line.strip().rpartition(" ")
+            if name == (key or ""):
+                return int(value)
     return None
 
 

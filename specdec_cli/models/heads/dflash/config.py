@@ -195,7 +195,9 @@ def _read(kind: type[DFlashConfig], name: str, raw: dict[str, Any]) -> DFlashCon
     for key, plain in _VARIANTS.items():
         if key in own and own[key] not in plain:
             raise settings.bad(key, own[key], "that variant of the network is not supported")
-    _refuse_windows(settings)
+    if set(types := body.get("layer_types") or ()) - {"full_attention"}:
+        raise settings.bad("layer_types", types, NO_WINDOWS)
+    settings.refuse_late_windows()
     common = settings.common()
     layer = common["body"]
     key, default = "sample_from_anchor", is_dspark
@@ -213,13 +215,6 @@ def _read(kind: type[DFlashConfig], name: str, raw: dict[str, Any]) -> DFlashCon
         anchor_predicts=settings.flag(key) if key in own else default,
         **(_heads(settings, is_nested, int(layer.hidden_size)) if is_dspark else {}),
     )
-
-
-def _refuse_windows(settings: HeadSettings) -> None:
-    """Raise `SetupError` if a layer has a sliding window."""
-    if set(types := settings.body.get("layer_types") or ()) - {"full_attention"}:
-        raise settings.bad("layer_types", types, NO_WINDOWS)
-    settings.refuse_late_windows()
 
 
 def _layer_ids(settings: HeadSettings, is_nested: bool, is_dspark: bool) -> tuple[int, ...] | None:
