@@ -34,7 +34,6 @@ TargetTPs = Annotated[
 ]
 _DRAFT_TPS = "Ranks of the draft, such as 1,2,4. Default: every divisor of the target's."
 DraftTPs = Annotated[str | None, option("--draft-tp", "LIST", _DRAFT_TPS)]
-BatchSizes = Annotated[str | None, option("--batch-size", "LIST", "Batch sizes, such as 1,8.")]
 _BATCHES = "Use only the prompts of the first N batches at each batch size."
 Batches = Annotated[int | None, option("--batches", "N", _BATCHES, min=1)]
 DryRun = Annotated[bool, option("--dry-run", None, "Show what would be measured; start no ranks.")]
@@ -51,7 +50,7 @@ def compare_tp(
     dry_run: DryRun = False,
     repeats: options.Repeats = None,
     strict: options.Strict = False,
-    batch_size: BatchSizes = None,
+    batch_size: options.BatchSizes = None,
 ) -> None:
     """Find the number of the target's ranks on which the draft is fastest.
 

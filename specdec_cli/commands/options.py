@@ -147,6 +147,7 @@ class Prompts:
     ] = None
 
 
+BatchSizes = Annotated[str | None, option("--batch-size", "LIST", "Batch sizes, such as 1,8.")]
 Output = Annotated[
     Path | None,
     option("-o --output", "DIR", "Keep the results in this run folder.", _OUTPUT, parser=folder),

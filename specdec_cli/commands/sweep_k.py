@@ -43,7 +43,6 @@ Ks = Annotated[
     str | None, option("-k --k --num-speculative-tokens", "LIST", _KS, show_default=False)
 ]
 Drafts = Annotated[list[str] | None, option("--draft", "MODEL", "Draft model; may be repeated.")]
-BatchSizes = Annotated[str | None, option("--batch-size", "LIST", "Batch sizes, such as 1,8.")]
 _PREDICT = "Measure k = 0 and the largest k, and predict the others."
 PredictOnly = Annotated[bool, option("--predict-only", None, _PREDICT)]
 _RATES = "Accept proposals at these rates by position, such as 0.8,0.6,0.5."
@@ -107,7 +106,7 @@ def sweep_k(
     pairs: Pairs = False,
     strict: options.Strict = False,
     draft: Drafts = None,
-    batch_size: BatchSizes = None,
+    batch_size: options.BatchSizes = None,
     server: options.Servers = None,
     serve: Serve = None,
     serve_args: ServeArgs = None,

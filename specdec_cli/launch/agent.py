@@ -17,7 +17,9 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -123,24 +125,29 @@ def main(arguments: list[str]) -> None:
     while ranks:
         pid, status = os.wait()
         exits.append(Exit(ranks.pop(pid), os.waitstatus_to_exitcode(status), time.time()))
-        _write_exits(Path(folder), exits)
+        patiently(partial(_write_exits, Path(folder), exits))
     os._exit(0)  # the parent waits, and freeing torch's objects takes half a second
 
 
 def _write_exits(folder: Path, exits: list[Exit]) -> None:
-    """Write which ranks have ended, and try again for a while if that fails, for example because
-    the disk is full."""
-    deadline = time.monotonic() + _TRY_S
+    """Write which ranks have ended."""
     scratch = folder / "exits.tmp"
+    scratch.write_text(json.dumps([astuple(end) for end in exits]))
+    scratch.rename(folder / "exits")
+
+
+def patiently(write: Callable[[], None]) -> None:
+    """Write a file into the run's folder, and try again for a while if that fails, for example
+    because the disk is full."""
+    deadline = time.monotonic() + _TRY_S
     while time.monotonic() < deadline:
         try:
-            scratch.write_text(json.dumps([astuple(end) for end in exits]))
-            scratch.rename(folder / "exits")
-            return
+            return write()
         except FileNotFoundError:  # the parent has deleted the folder
-            return
+            return None
         except OSError:
             time.sleep(_AGAIN_S)
+    return None
 
 
 def _be_rank(rank: int, num_ranks: int, agent: int, tie: int, program: list[str]) -> NoReturn:

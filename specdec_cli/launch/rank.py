@@ -12,12 +12,12 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any, NoReturn
 
 from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.launch import seat as seats
-from specdec_cli.launch.agent import die_with
+from specdec_cli.launch.agent import die_with, patiently
 from specdec_cli.launch.heartbeat import BUSY, Beat, Heartbeat, PeerWatch, is_frozen, write_beat
 from specdec_cli.launch.reports import (
     End,
@@ -31,8 +31,6 @@ from specdec_cli.launch.reports import (
 from specdec_cli.launch.seat import Seat
 
 _LINGER_S = 2.0  # how long a failed rank waits for others to report before it exits
-_TRY_S = 10.0  # how long a rank tries to write its report, for example while the disk is full
-_AGAIN_S = 0.1
 
 
 class PeersMissing(SetupError):
@@ -92,7 +90,8 @@ class Rank:
             with contextlib.suppress(ValueError):  # only the main thread may set handlers
                 signal.signal(number, lambda *_: asked.set())
         if self.seat.folder is not None:
-            _write_patiently(self.seat.folder, report)
+            # If this keeps failing, the parent says that this rank ended without a report.
+            patiently(partial(write_report, self.seat.folder, report))
             if report.end is End.LOST_PEERS:
                 asked.wait(_LINGER_S)
             return None
@@ -195,20 +194,6 @@ class Rank:
                 path = stderr_path(folder, self.seat.rank)
                 devnull = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(devnull, 2)
-
-
-def _write_patiently(folder: Path, report: Report) -> None:
-    """Write a report, and try again for a while if that fails. If it keeps failing, the parent says
-    that this rank ended without a report."""
-    deadline = time.monotonic() + _TRY_S
-    while time.monotonic() < deadline:
-        try:
-            return write_report(folder, report)
-        except FileNotFoundError:  # the parent has deleted the folder
-            return None
-        except OSError:
-            time.sleep(_AGAIN_S)
-    return None
 
 
 def stuck(beat: Beat, now: float, timeout_s: float) -> Report:

@@ -1,12 +1,14 @@
 """Fixtures that the tests of commands share."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from specdec_cli import demo
 from specdec_cli.experiment import machine, points
+from tests.cli.generate_helpers import Run, generate
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,3 +33,21 @@ def small_demo(small_models: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "FOLDER", small_models)
         yield
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs `specdec generate` with these arguments in this process."""
+    return lambda *arguments: generate(capsys, *arguments)
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Callable[..., Path]:
+    """Writes records to a file of prompts."""
+
+    def write(*records: object) -> Path:
+        path = tmp_path / "p.jsonl"
+        path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        return path
+
+    return write

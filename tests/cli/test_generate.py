@@ -38,7 +38,6 @@ from tests.cli.generate_helpers import (
     copy_of_demo,
     demo_tokenizer,
     environment,
-    generate,
     prompt_options,
     tiny_model,
 )
@@ -81,11 +80,6 @@ METRIC_KEYS = (
     }
     | {"output_tokens_per_second", "decode_tokens_per_second", "ttft_ms", "tpot_ms"}
 )
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return lambda *arguments: generate(capsys, *arguments)
 
 
 @pytest.fixture(scope="module")

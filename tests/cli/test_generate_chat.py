@@ -19,7 +19,6 @@ from tests.cli.generate_helpers import (
     Result,
     Run,
     chat_model,
-    generate,
     on_terminal,
     prompt_options,
 )
@@ -39,24 +38,9 @@ SYSTEM, ASK, ANSWER, AGAIN = (
 BRIEF = {"role": "system", "content": "Be brief."}
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return lambda *arguments: generate(capsys, *arguments)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chat_model(tmp_path_factory.mktemp("chat") / "model")
-
-
-@pytest.fixture
-def lines(tmp_path: Path) -> Any:
-    def write(*records: object) -> Path:
-        path = tmp_path / "p.jsonl"
-        path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-        return path
-
-    return write
 
 
 @functools.cache

@@ -18,10 +18,10 @@ from tests.cli.generate_helpers import (
     Result,
     Run,
     forked,
-    generate,
     prompt_options,
     specdec,
 )
+from tests.cli.sweep_helpers import samples
 
 pytestmark = pytest.mark.usefixtures("small_demo")
 
@@ -41,17 +41,6 @@ SAMPLE_KEYS = [
     *("decode_seconds", "round_share", "stage_ms", "ttft_ms", "tpot_ms", "ttft_parts_ms"),
     "peak_memory_bytes",
 ]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return lambda *arguments: generate(capsys, *arguments)
-
-
-def samples(folder: Path) -> list[dict[str, object]]:
-    text = (folder / "samples.jsonl").read_text()
-    assert text.endswith("\n")
-    return [json.loads(line) for line in text.splitlines()]
 
 
 def refused(result: Result, code: int, message: str) -> None:

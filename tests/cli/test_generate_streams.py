@@ -19,7 +19,6 @@ from tests.cli.generate_helpers import (
     Result,
     Run,
     forked,
-    generate,
     on_terminal,
     prompt_options,
     specdec,
@@ -33,11 +32,6 @@ LINE = re.compile(
     r"\d+% of proposals accepted\n"
 )
 GREEN, DIM, BOLD = "\x1b[32m", "\x1b[2m", "\x1b[1m"
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return lambda *arguments: generate(capsys, *arguments)
 
 
 def text_of(run: Run, *arguments: str | Path) -> list[str]:

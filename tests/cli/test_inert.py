@@ -19,7 +19,6 @@ from tests.cli.generate_helpers import (
     Result,
     Run,
     chat_model,
-    generate,
     on_terminal,
     prompt_options,
 )
@@ -49,11 +48,6 @@ HARMFUL = re.compile(
 )
 SHORT = ("--max-new-tokens", "2", "--ignore-eos", "-k", "0")
 GOOD = "target: {model: t}\n"
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return lambda *arguments: generate(capsys, *arguments)
 
 
 @pytest.fixture

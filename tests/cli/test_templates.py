@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from specdec_cli.app import main
 from specdec_cli.commands import reading
-from tests.cli.generate_helpers import CHAT_TEMPLATE, Run, chat_model, generate
+from tests.cli.generate_helpers import CHAT_TEMPLATE, Run, chat_model
 
 pytestmark = pytest.mark.usefixtures("small_demo")
 
@@ -30,21 +30,6 @@ ALTERNATE = (
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{{ m['content'] }}\n{% endfor %}"
 )
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return lambda *arguments: generate(capsys, *arguments)
-
-
-@pytest.fixture
-def lines(tmp_path: Path) -> Any:
-    def write(*records: object) -> Path:
-        path = tmp_path / "p.jsonl"
-        path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-        return path
-
-    return write
 
 
 def rendered(model: Path, messages: list[dict[str, Any]], **given: Any) -> str:

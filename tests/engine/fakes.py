@@ -17,7 +17,7 @@ from specdec_cli.core.candidates import Candidates
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.kv_cache import TRASH_BLOCK, BlockAllocator
 from specdec_cli.core.state import BatchState
-from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.loop import Engine, Run
 from specdec_cli.lengths.fixed import FixedLength
 from specdec_cli.methods.draft_model import DraftModel
@@ -274,8 +274,3 @@ def run_checked(
             else:
                 least, most = map(engine.allocator.blocks_for, (seq.target_kv, len(seq.tokens)))
                 assert least <= len(seq.block_table) <= most, "rejected tokens keep no blocks"
-
-
-def rounds_of(seq: Sequence) -> list[tuple[int, int]]:
-    """Numbers of proposed and accepted tokens in each round that proposed."""
-    return list(zip(seq.proposed_per_round, seq.accepted_per_round, strict=True))

@@ -17,7 +17,7 @@ from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine import round as round_module
 from tests import lossless
 from tests.engine.test_pipeline import PROMPTS, told
-from tests.support import decode, make_engine, ngram_engine, save_noised, save_tiny
+from tests.support import decode, make_engine, ngram_engine
 
 SIGNIFICANT = 1e-4
 PROMPT = [3, 1, 4, 5]
@@ -25,18 +25,6 @@ PARAMS = {
     "T": SamplingParams(temperature=0.9, max_new_tokens=4, seed=1),
     "all": SamplingParams(temperature=0.9, top_k=5, top_p=0.9, max_new_tokens=4, seed=4),
 }
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return lossless.save_eight(tmp_path_factory.mktemp("eight"))
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("pair")
-    target = save_tiny(folder / "target", "llama")
-    return target, save_noised(folder / "draft", target)
 
 
 def p_value(tiny: tuple[Path, Path], params: SamplingParams, k: int, rule: AcceptanceRule) -> float:

@@ -165,12 +165,6 @@ def test_ties_of_the_accept_noise(k: int) -> None:
         assert lossless.adjusted(tied) < SIGNIFICANT
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target and a draft with a vocabulary of 8 tokens."""
-    return lossless.save_eight(tmp_path_factory.mktemp("eight"))
-
-
 def engine_p(
     tiny: tuple[Path, Path],
     params: SamplingParams,

@@ -23,23 +23,12 @@ from specdec_cli.lengths.confidence import Confidence
 from specdec_cli.lengths.costs import RoundCosts
 from specdec_cli.methods.draft_model import DraftModel
 from tests import lossless
+from tests.drafting import rounds_of
 from tests.engine.test_pipeline import PROMPTS
-from tests.support import decode, greedy_reference, make_engine, reference, save_noised, save_tiny
+from tests.support import decode, greedy_reference, make_engine, reference
 
 SIGNIFICANT = 1e-4
 SAMPLED = SamplingParams(temperature=0.9, max_new_tokens=4, seed=1)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("pair")
-    target = save_tiny(folder / "target", "llama")
-    return target, save_noised(folder / "draft", target)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return lossless.save_eight(tmp_path_factory.mktemp("eight"))
 
 
 def last(*trials: tuple[int, int]) -> LastRounds:
@@ -151,15 +140,11 @@ def test_a_threshold_of_nothing_is_a_fixed_length(pair: tuple[Path, Path]) -> No
     for policy in (None, Confidence(0.0), Confidence(1.0)):
         engine = make_engine(*pair, batch_size=3, policy=policy)
         found.append(decode(engine, PROMPTS, 4, max_new_tokens=20))
-    fixed, never, always = ([told_rounds(s) for s in seqs] for seqs in found)
+    fixed, never, always = ([rounds_of(s) for s in seqs] for seqs in found)
     assert fixed == never
     assert {p for s in always for p, _ in s} == {1}, "each first token is less than certain"
     texts = [[s.output_ids for s in seqs] for seqs in found]
     assert texts[0] == texts[1] == texts[2]
-
-
-def told_rounds(seq: Any) -> list[tuple[int, int]]:
-    return list(zip(seq.proposed_per_round, seq.accepted_per_round, strict=True))
 
 
 def test_unsure_drafts_are_shorter_and_better(pair: tuple[Path, Path]) -> None:

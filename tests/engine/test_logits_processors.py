@@ -162,18 +162,13 @@ PARAMS = SamplingParams(
 PROMPT = [3, 1, 3]
 
 
-@pytest.fixture(scope="module")
-def eight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return lossless.save_eight(tmp_path_factory.mktemp("eight"))
-
-
-def p_value(eight: tuple[Path, Path], k: int, *, kind: str = "draft", rule: Any = None) -> float:
+def p_value(tiny: tuple[Path, Path], k: int, *, kind: str = "draft", rule: Any = None) -> float:
     sizes = {"batch_size": 1000, "num_blocks": 4500, "rule": rule}
-    engine = ngram_engine(eight[0], **sizes)
+    engine = ngram_engine(tiny[0], **sizes)
     if kind == "draft":
-        engine = make_engine(*eight, **sizes)
+        engine = make_engine(*tiny, **sizes)
     prompt = PROMPT if kind == "draft" else [3, 1, 4, 1, 3, 1, 4]
-    found = lossless.engine_trial(engine, eight[0], prompt, k, PARAMS, 4000)
+    found = lossless.engine_trial(engine, tiny[0], prompt, k, PARAMS, 4000)
     return lossless.adjusted(found)
 
 
@@ -186,10 +181,8 @@ def p_value(eight: tuple[Path, Path], k: int, *, kind: str = "draft", rule: Any 
         pytest.param("ngram", 3, None, marks=pytest.mark.slow),
     ],
 )
-def test_samples_follow_transformers(
-    eight: tuple[Path, Path], kind: str, k: int, rule: Any
-) -> None:
-    assert p_value(eight, k, kind=kind, rule=rule) > SIGNIFICANT
+def test_samples_follow_transformers(tiny: tuple[Path, Path], kind: str, k: int, rule: Any) -> None:
+    assert p_value(tiny, k, kind=kind, rule=rule) > SIGNIFICANT
 
 
 def proposals_unseen(self: TextsBefore, logits: torch.Tensor, tokens: torch.Tensor) -> Any:
@@ -224,14 +217,14 @@ FAULTS = [
     ids=lambda fault: fault[2].__name__,
 )
 def test_fault_is_caught(
-    eight: tuple[Path, Path], fault: tuple[type, str, Any], monkeypatch: pytest.MonkeyPatch
+    tiny: tuple[Path, Path], fault: tuple[type, str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(*fault)
-    assert p_value(eight, 2) < SIGNIFICANT
+    assert p_value(tiny, 2) < SIGNIFICANT
 
 
 def test_a_draft_that_is_drawn_otherwise_than_recorded_is_caught(
-    eight: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    tiny: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = Drafting.draw_all
 
@@ -241,7 +234,7 @@ def test_a_draft_that_is_drawn_otherwise_than_recorded_is_caught(
         return tokens
 
     monkeypatch.setattr(Drafting, "draw_all", draw_all)
-    assert p_value(eight, 2) < SIGNIFICANT
+    assert p_value(tiny, 2) < SIGNIFICANT
 
 
 @pytest.mark.parametrize("kind", ["draft", "ngram"])

@@ -29,15 +29,16 @@ from specdec_cli.models import description
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.recipe import load_recipe
 from tests.cli.generate_helpers import PROMPTS, generate, prompt_options
+from tests.drafting import rounds_of
 from tests.engine.fakes import (
     continuation,
     fake_engine,
     looping,
     random_prompt,
-    rounds_of,
     run_checked,
     target_rule,
 )
+from tests.engine.test_pipeline import Stop, told
 from tests.oracle import NgramIndex, with_oracle
 from tests.support import (
     CPU,
@@ -230,16 +231,6 @@ def test_greedy_equals_transformers(family: str, device: torch.device, tmp_path:
 # Rounds one ahead, which look up in the device's texts, against the oracle's.
 
 
-class StopAt:
-    """Ends a sequence at a token, like a stop string, which only the host sees."""
-
-    def __init__(self, token: int) -> None:
-        self.token = token
-
-    def feed(self, tokens: Any) -> int | None:
-        return next((i for i, t in enumerate(tokens, 1) if t == self.token), None)
-
-
 def recurring() -> list[list[int]]:
     """Prompts of 1 to 60 tokens with few different ones."""
     return [[3 + t % 7 for t in text] for text in random_texts(9)] + [[5], [5, 5], [8, 9] * 30]
@@ -269,19 +260,12 @@ def both_rounds(
     results = []
     for engine in both_engines(folder, device, **settings):
         requests = [
-            Request(i, tuple(p), None if stop is None else partial(StopAt, stop))
+            Request(i, tuple(p), None if stop is None else partial(Stop, stop))
             for i, p in enumerate(recurring())
         ]
         results.append(engine.run(requests, k, params))
         assert engine.allocator.num_used == 0
     return results
-
-
-def told(result: Any) -> list[tuple[Any, ...]]:
-    return [
-        (s.output_ids, s.proposed_per_round, s.accepted_per_round, s.finish_reason)
-        for s in result.seqs
-    ]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.loop import Engine, RunResult
 from specdec_cli.errors import RunError
 from tests.oracle import with_oracle
-from tests.support import VOCAB, make_engine, save_noised, save_tiny
+from tests.support import VOCAB, make_engine
 
 PROMPTS = [
     [random.Random(i).randrange(3, VOCAB) for _ in range(length)]
@@ -32,14 +32,6 @@ class Stop:
 
     def feed(self, tokens: Any) -> int | None:
         return next((i for i, t in enumerate(tokens, 1) if t == self.token), None)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target and a draft that agrees with it about half of the time."""
-    folder = tmp_path_factory.mktemp("pair")
-    target = save_tiny(folder / "target", "llama")
-    return target, save_noised(folder / "draft", target)
 
 
 def engines(pair: tuple[Path, Path], device: torch.device, **settings: Any) -> list[Engine]:

@@ -13,6 +13,7 @@ from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine import loop
 from specdec_cli.errors import UsageError
 from specdec_cli.models.paged import PagedModel
+from tests.drafting import rounds_of
 from tests.engine.fakes import (
     FakeDraft,
     FakeModel,
@@ -22,7 +23,6 @@ from tests.engine.fakes import (
     fake_engine,
     first,
     random_prompt,
-    rounds_of,
     run_checked,
     sometimes,
     target_rule,

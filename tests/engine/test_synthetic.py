@@ -19,7 +19,7 @@ from specdec_cli.errors import UsageError
 from specdec_cli.recipe import SpeculationSection, load_recipe
 from specdec_cli.terminal.render import summary_table
 from tests.cli.generate_helpers import PROMPTS, generate, prompt_options
-from tests.engine.fakes import rounds_of
+from tests.drafting import rounds_of
 from tests.support import make_engine, ngram_engine, save_tiny
 
 RATES = (0.8, 0.64, 0.4, 0.1)

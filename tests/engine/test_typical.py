@@ -14,16 +14,9 @@ from specdec_cli.acceptance.typical import Typical
 from specdec_cli.core.types import Request, SamplingParams
 from tests import lossless
 from tests.engine.test_pipeline import PROMPTS, told
-from tests.support import decode, make_engine, ngram_engine, save_noised, save_tiny
+from tests.support import decode, make_engine, ngram_engine
 
 LABEL = "the text does not follow the target's distribution"
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("pair")
-    target = save_tiny(folder / "target", "llama")
-    return target, save_noised(folder / "draft", target)
 
 
 def test_the_definition_word_for_word() -> None:

@@ -4,6 +4,7 @@ import errno
 import json
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_a_report_is_tried_again(
 def test_a_report_that_can_never_be_written_does_not_keep_the_rank(
     one: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank, "_TRY_S", 0.2)
+    monkeypatch.setattr(agent, "_TRY_S", 0.2)
     monkeypatch.setattr(rank, "write_report", full_at_first(write_report, 1000))
     assert one.end(Report(0, End.DONE, 0)) is None
     assert not read_reports(tmp_path)
@@ -69,5 +70,5 @@ def test_the_ends_of_ranks_are_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Path, "write_text", full_at_first(Path.write_text, 2))
-    agent._write_exits(tmp_path, [Exit(1, -9, 5.0)])
+    agent.patiently(partial(agent._write_exits, tmp_path, [Exit(1, -9, 5.0)]))
     assert json.loads((tmp_path / "exits").read_bytes()) == [[1, -9, 5.0]]

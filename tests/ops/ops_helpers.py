@@ -35,6 +35,11 @@ def assert_close(name: str, expected: Tensor, actual: Tensor, tolerance: float) 
     assert error <= tolerance, f"{name}: relative error {error:.2e} > {tolerance:.0e}"
 
 
+def normal(*size: int, dtype: torch.dtype = torch.float32, device: object = "cpu") -> Tensor:
+    generator = torch.Generator().manual_seed(sum(size))
+    return torch.randn(size, generator=generator).to(device, dtype)  # type: ignore[call-overload]
+
+
 def starts_of(lens: list[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)
 
@@ -221,3 +226,9 @@ def paged_attention_reference(
                 values = value_cache[block, inside, head // group].double()
                 out[token, head] = (weights @ values).to(out.dtype)
     return out
+
+
+def expected_of(problem: Problem) -> Tensor:
+    arguments = dict(vars(problem.double()))
+    del arguments["max_query_len"]
+    return paged_attention_reference(**arguments)

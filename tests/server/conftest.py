@@ -1,18 +1,14 @@
 """Fixtures of all tests of servers."""
 
-from collections.abc import Iterator
-
 import pytest
 
-from specdec_cli.experiment import machine, points
+from specdec_cli.backends.server import times
+
+# Servers of the tests answer within milliseconds, which other work on the machine disturbs.
+from tests.cli.conftest import calm_machine as calm_machine
 
 
-@pytest.fixture(scope="module", autouse=True)
-def every_ratio_is_possible() -> Iterator[None]:
-    """Keep a ratio of speeds that no speculation reaches: servers of the tests answer within
-    milliseconds, and other work on the machine disturbs these. `unit/test_points.py` and
-    `unit/test_impossible.py` test such ratios. Warnings about other work are silenced, too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine.MachineWatch, "notices", lambda _: [])
-        patch.setattr(points, "_BEYOND", float("inf"))
-        yield
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RETRY_S", "SCRAPE_S", "LOOK_S"):
+        monkeypatch.setattr(times, name, 0.01)

@@ -13,7 +13,6 @@ import aiohttp
 import pytest
 
 from specdec_cli.backends.base import Finished
-from specdec_cli.backends.server import times
 from specdec_cli.backends.server.answers import Rounds, chunks_tell, finished
 from specdec_cli.backends.server.client import Answer, Limits
 from specdec_cli.backends.server.detect import look_at
@@ -31,13 +30,6 @@ from tests.server.fake_server import FakeServer, Faults, running
 VOCABULARY = 4096
 PARAMS = SamplingParams(max_new_tokens=12)
 DIALECTS = ["vllm", "sglang"]
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(times, "RETRY_S", 0.01)
-    monkeypatch.setattr(times, "SCRAPE_S", 0.01)
-    monkeypatch.setattr(times, "LOOK_S", 0.01)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from specdec_cli.backends.server import times
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import Best
 from specdec_cli.experiment.load.arrivals import process_of
@@ -28,12 +27,6 @@ POISSON = process_of("poisson")
 
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("no_pictures")]
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RETRY_S", "SCRAPE_S", "LOOK_S"):
-        monkeypatch.setattr(times, name, 0.01)
 
 
 def swept(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> dict[str, Any]:

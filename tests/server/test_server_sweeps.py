@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from specdec_cli.app import main
-from specdec_cli.backends.server import times
 from specdec_cli.commands.servers import named
 from specdec_cli.errors import UsageError
 from specdec_cli.recipe.choices.registry import METHODS
@@ -29,12 +28,6 @@ COMMON = ("demo", "--limit", 4, "--max-new-tokens", 12, "--set", "run.repeats=1"
 
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("no_pictures")]
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RETRY_S", "SCRAPE_S", "LOOK_S"):
-        monkeypatch.setattr(times, name, 0.01)
 
 
 def urls(*servers: FakeServer) -> list[str]:

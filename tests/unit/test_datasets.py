@@ -15,6 +15,7 @@ import pytest
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.prompts import Prompt, load_prompts
 from specdec_cli.recipe.sections import DataSection
+from tests.unit.test_prompts import texts
 
 RECORDS = [
     {"prompt": "one, two", "category": "math"},
@@ -26,11 +27,6 @@ RECORDS = [
 def load(path: Path | str, **keys: Any) -> list[Prompt]:
     skip_bad = keys.pop("skip_bad", False)
     return load_prompts(DataSection(path=str(path), **keys), skip_bad=skip_bad).prompts
-
-
-def texts(prompts: list[Prompt]) -> list[str | None]:
-    assert [prompt.index for prompt in prompts] == list(range(len(prompts)))
-    return [prompt.text for prompt in prompts]
 
 
 def write(path: Path, content: str) -> Path:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from specdec_cli.backends.native import finished
-from specdec_cli.core.figures import STAGES, Metrics
+from specdec_cli.core.figures import STAGES
 from specdec_cli.core.types import Sequence
 from specdec_cli.errors import ExitCode, RunError
 from specdec_cli.experiment.folders.conclusions import Arm, Best, Tokens
@@ -30,6 +30,7 @@ from specdec_cli.experiment.sweep.sweep_records import SweepClock
 from specdec_cli.experiment.sweep.time_curve import curve_parts, curve_point, curve_unit
 from specdec_cli.terminal import sweep as view
 from tests.report_helpers import sample_record, sweep_points
+from tests.unit.test_compare import metrics_of
 
 
 def sample(index: int, rounds: list[tuple[int, int]], seconds: float, /, **changes: Any) -> Sample:
@@ -56,11 +57,6 @@ def point_of(key: Key, samples: Samples, plain: Samples) -> Point:
 def points_of(samples: dict[Key, dict[int, Sample]]) -> list[Point]:
     plain = samples[Key("d", 4, 0)]
     return [point_of(key, found, plain) for key, found in samples.items()]
-
-
-def metrics_of(point: Point) -> Metrics:
-    assert point.metrics is not None
-    return point.metrics
 
 
 def test_prompts_that_share_one_batch_to_its_end_give_no_interval() -> None:

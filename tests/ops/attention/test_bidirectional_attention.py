@@ -11,9 +11,9 @@ from ops_helpers import (
     Problem,
     Shape,
     assert_close,
+    expected_of,
     make_problem,
     needs_cuda,
-    paged_attention_reference,
     with_meaning,
 )
 from specdec_kernels import ops
@@ -60,12 +60,6 @@ SHAPES = [
     block((40, 1, 17), (40, 90, 50), dim=24, heads=6, kv_heads=1, block_size=7, padding=2),
     block((40, 20), (95, 30), heads=8, kv_heads=1, window=9, dead=(6, 18)),
 ]
-
-
-def expected_of(problem: Problem) -> Tensor:
-    arguments = dict(vars(problem.double()))
-    del arguments["max_query_len"]
-    return paged_attention_reference(**arguments)
 
 
 def assert_same(expected: Tensor, problem: Problem, out: Tensor, tolerance: float) -> None:

@@ -8,9 +8,9 @@ from ops_helpers import (
     Problem,
     Shape,
     assert_close,
+    expected_of,
     make_problem,
     needs_cuda,
-    paged_attention_reference,
 )
 from specdec_kernels.attention.call import LayerCache
 from specdec_kernels.attention.cpu import View, gather_attention, gather_plan
@@ -37,12 +37,6 @@ SHAPES = [
     Shape((18,), (25,), padding=2),
     Shape((1, 5), (40, 8), padding=150),
 ]
-
-
-def expected_of(problem: Problem) -> Tensor:
-    arguments = dict(vars(problem.double()))
-    del arguments["max_query_len"]
-    return paged_attention_reference(**arguments)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

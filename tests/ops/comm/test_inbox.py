@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from ops_helpers import DTYPES, TOLERANCE, assert_close
+from ops_helpers import DTYPES, TOLERANCE, assert_close, normal
 from peer_group import Group
 from specdec_kernels import ops
 from specdec_kernels.comm import peers as peers_module
@@ -30,11 +30,6 @@ from torch import Tensor
 EPS = 1e-5
 # Words hold numbers of 16 bits. CI would leave most cases of a `dtype` in fp16 out.
 HALVES = DTYPES[1:]
-
-
-def normal(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(size))
-    return torch.randn(size, generator=generator).to(device, dtype)
 
 
 PLAIN = [Tiles(8, 16, 64, 4, 1, 0, 4, 3), Tiles(8, 32, 32, 1, 3, 0, 4, 3)]

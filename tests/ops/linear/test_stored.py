@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from ops_helpers import DTYPES, TOLERANCE, assert_close
+from ops_helpers import DTYPES, TOLERANCE, assert_close, normal
 from specdec_kernels import ops
 from specdec_kernels.experts.mixture_triton import mixture_add_norm_triton
 from specdec_kernels.linear import products_triton
@@ -31,11 +31,6 @@ GROUPS = [(1, 0), (1, 32), (16, 32), (24, 48)]
 def kind() -> Iterator[None]:
     with known():
         yield
-
-
-def normal(*size: int, dtype: torch.dtype = torch.float32, device: object = "cpu") -> Tensor:
-    generator = torch.Generator().manual_seed(sum(size))
-    return torch.randn(size, generator=generator).to(device, dtype)
 
 
 def stored(*size: int, group: tuple[int, int], device: object = "cpu") -> Stored:

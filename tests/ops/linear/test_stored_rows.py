@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from ops_helpers import DTYPES, TOLERANCE, assert_close
+from ops_helpers import DTYPES, TOLERANCE, assert_close, normal
 from specdec_kernels import ops
 from specdec_kernels.experts.mixture_triton import mixture_add_norm_triton
 from specdec_kernels.experts.reference import CLAMPED
@@ -70,11 +70,6 @@ def filled(storage: Storage, rows: int, width: int, device: torch.device) -> Sto
         zeros = (scales * 16 * torch.rand(shape, generator=generator)).to(storage.scales)
     held = Stored(codes.view(kind.codes), scales.to(storage.scales), zeros, storage)
     return held.copied(device)
-
-
-def normal(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(size))
-    return torch.randn(size, generator=generator).to(device, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
