@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec_cli.terminal.render import console, has_colour, plain_table, say, table_width
-from specdec_cli.text import inert
+from specdec_cli.text import counted, inert
 
 Document = Mapping[str, Any]
 
@@ -119,11 +119,11 @@ def answers(document: Document) -> list[str]:
         for row in cost["by_draft_tp"]:
             if row["status"] == "ok":
                 found.append(
-                    f"With the draft on {_ranks(row['draft_tp'])}, it would hold "
+                    f"With the draft on {counted(row['draft_tp'], 'rank')}, it would hold "
                     f"{row['max_tokens']:,} ({100 * row['lost_share']:.1f} % less)."
                 )
             else:
-                found.append(f"The draft on {_ranks(row['draft_tp'])}: {row['reason']}.")
+                found.append(f"The draft on {counted(row['draft_tp'], 'rank')}: {row['reason']}.")
     return found
 
 
@@ -193,7 +193,3 @@ def _points(points: list[Document]) -> Table:
         fate = {"ok": "", "skipped": "skipped"}.get(point["status"], "nothing fits")
         table.add_row(*settings, *found, fate)
     return table
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"

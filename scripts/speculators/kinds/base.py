@@ -6,7 +6,7 @@ Legend: B rows, N tokens a row, H width, R rows of proposals, V ids.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,34 +75,36 @@ def chained(outs: list[Tensor], rows: Rows, shift: int) -> list[Link]:
     ]
 
 
-class Kind(Protocol):
+class Kind:
     """A speculator in training.
 
     num_links: the number of proposals of a round. feature_layers: the target's hidden states that
-    it reads. fade: a proposal's weight in the loss relative to the proposal before.
+    it reads. fade: a proposal's weight in the loss relative to the proposal before. kept: the
+    attributes that a checkpoint needs besides the module's parameters.
     """
 
     name: str
     module: torch.nn.Module
-    feature_layers: tuple[int, ...]
+    feature_layers: tuple[int, ...] = ()
     num_links: int
     fade: float
+    kept: tuple[str, ...] = ()
 
     def links(self, reading: Reading, generator: torch.Generator) -> list[Link]:
         """The proposals for a batch. generator: for kinds that draw anchors."""
-        ...
+        raise NotImplementedError
 
     def prepare(self, reading: Reading) -> None:
         """Learn the scales of features from a first batch."""
-        ...
 
     def state(self) -> dict[str, Any]:
-        """Everything a checkpoint needs besides the module's parameters."""
-        ...
+        return {name: getattr(self, name) for name in self.kept}
 
-    def restore(self, state: dict[str, Any]) -> None: ...
+    def restore(self, state: dict[str, Any]) -> None:
+        for name in self.kept:
+            setattr(self, name, state[name])
 
     def save(self, target: Target, ranked: Tensor, folder: Path) -> None:
         """Write the speculator as the engine reads it, in bf16. ranked: all ids, the most frequent
         ones first."""
-        ...
+        raise NotImplementedError

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from scripts.speculators.blocks import Blocks, attend, drawn
 from scripts.speculators.features import folded, scales_of, side_by_side, usual, write
-from scripts.speculators.kinds.base import Link, Options
+from scripts.speculators.kinds.base import Kind, Link, Options
 from scripts.speculators.layer import Layer, Norm, Shape, settings_of, turned
 from scripts.speculators.markov import SMALL_HEADS, Heads
 from scripts.speculators.store import plain_tensors
@@ -69,12 +69,13 @@ class Backbone(nn.Module):
         return found
 
 
-class DFlash:
+class DFlash(Kind):
     """A drafter in training. heads: DSpark's; with them the row at an anchor decides the first
     token."""
 
     name = "dflash"
     fade = math.exp(-1 / 4)
+    kept = "scales", "mask"
 
     def __init__(self, target: Target, options: Options, heads: Heads | None = None) -> None:
         read = tuple(options.layers) or usual(target.num_layers)
@@ -138,12 +139,6 @@ class DFlash:
         if self.heads is None:
             return [link]
         return [self.heads.judged(self.module, link, reading.rows.ids.flatten())]
-
-    def state(self) -> dict[str, Any]:
-        return {"scales": self.scales, "mask": self.mask}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.scales, self.mask = state["scales"], state["mask"]
 
     @torch.no_grad()
     def save(self, target: Target, ranked: Tensor, folder: Path) -> None:

@@ -6,13 +6,12 @@ embedding and head, which are not stored: run it with `draft.share: [embeddings,
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from scripts.speculators.features import write
-from scripts.speculators.kinds.base import Link, Options, chained
+from scripts.speculators.kinds.base import Kind, Link, Options, chained
 from scripts.speculators.target import Reading, Target, forward, logit_scale, smaller_model
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
@@ -21,13 +20,12 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
 OPTIONS = ("depth", "blank")
 
 
-class Draft:
+class Draft(Kind):
     """A draft in training."""
 
     name = "draft"
     fade = 1.0
     num_links = 1
-    feature_layers: tuple[int, ...] = ()
 
     def __init__(self, target: Target, options: Options) -> None:
         self.scale = logit_scale(target.config)
@@ -55,12 +53,6 @@ class Draft:
         rows = reading.rows
         found = forward(self.decoder, rows.ids, rows.position, reading.layout.attend)
         return chained([self.scale * found.last_hidden_state.flatten(0, 1)], rows, 0)
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        return None
 
     @torch.no_grad()
     def save(self, target: Target, ranked: Tensor, folder: Path) -> None:

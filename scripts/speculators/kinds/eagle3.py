@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from scripts.speculators import layer as layers
 from scripts.speculators.attention import Layout
 from scripts.speculators.features import folded, scales_of, side_by_side, usual, write
-from scripts.speculators.kinds.base import Link, Options, chained
+from scripts.speculators.kinds.base import Kind, Link, Options, chained
 from scripts.speculators.layer import Layer, Norm, Shape
 from scripts.speculators.target import Reading, Target
 
@@ -65,11 +65,12 @@ class Head(nn.Module):
         return layer.chain(steps, begin, position, layout)
 
 
-class Eagle3:
+class Eagle3(Kind):
     """A head in training. It reads features at one scale, which saving folds into `fc`."""
 
     name = "eagle3"
     fade = 0.8
+    kept = ("scales",)
 
     def __init__(self, target: Target, options: Options) -> None:
         config = target.config
@@ -96,12 +97,6 @@ class Eagle3:
         position = reading.rows.position.flatten()
         outs = self.module.outputs(features, following, position, reading.layout, self.num_links)
         return chained([self.module.norm(out) for out in outs], reading.rows, 1)
-
-    def state(self) -> dict[str, Any]:
-        return {"scales": self.scales}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.scales = state["scales"]
 
     @torch.no_grad()
     def save(self, target: Target, ranked: Tensor, folder: Path) -> None:

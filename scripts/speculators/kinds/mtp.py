@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from scripts.speculators.attention import Layout
 from scripts.speculators.features import write
-from scripts.speculators.kinds.base import Link, Options, chained
+from scripts.speculators.kinds.base import Kind, Link, Options, chained
 from scripts.speculators.layer import Layer, Norm, Shape, config_of
 from scripts.speculators.target import Reading, Target
 
@@ -64,7 +64,7 @@ class Module(nn.Module):
         return self.layer.chain(steps, begin, position, layout)
 
 
-class Mtp:
+class Mtp(Kind):
     """A module in training."""
 
     name = "mtp"
@@ -80,9 +80,6 @@ class Mtp:
         if not options.blank:
             self.module.start_from(decoder.layers[-1], decoder.norm)
 
-    def prepare(self, reading: Reading) -> None:
-        return None
-
     def links(self, reading: Reading, generator: torch.Generator) -> list[Link]:
         (features,) = reading.features
         following = F.embedding(reading.rows.ids.flatten().roll(-1), self.target.embedding)
@@ -90,12 +87,6 @@ class Mtp:
         given = features.flatten(0, 1), following, position, reading.layout, self.num_links
         outs = [self.module.final_layernorm(out) for out in self.module.outputs(*given)]
         return chained(outs, reading.rows, 1)
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        return None
 
     @torch.no_grad()
     def save(self, target: Target, ranked: Tensor, folder: Path) -> None:

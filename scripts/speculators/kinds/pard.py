@@ -8,25 +8,24 @@ drop). The mask is a token of the target's embedding.
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from scripts.speculators.blocks import attend_both, drawn, thinned
-from scripts.speculators.kinds.base import Link, Options, chained
+from scripts.speculators.kinds.base import Kind, Link, Options, chained
 from scripts.speculators.kinds.draft import Draft
 from scripts.speculators.target import Reading, Target, forward
 
 OPTIONS = ("depth", "block", "anchors", "blank")
 
 
-class Pard:
+class Pard(Kind):
     """A draft in training."""
 
     name = "pard"
     fade = 0.9
-    feature_layers: tuple[int, ...] = ()
+    kept = ("mask",)
 
     def __init__(self, target: Target, options: Options) -> None:
         self.draft = Draft(target, options)
@@ -49,12 +48,6 @@ class Pard:
         place = blocks.place.repeat(len(rows))
         first = chained([true.flatten(0, 1)], rows, 0)
         return [*first, Link(deep.flatten(0, 1), place, weight, goal)]
-
-    def state(self) -> dict[str, Any]:
-        return {"mask": self.mask}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.mask = state["mask"]
 
     def save(self, target: Target, ranked: Tensor, folder: Path) -> None:
         self.draft.save(target, ranked, folder)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from scripts.speculators.blocks import Blocks, attend_both, drawn, thinned
 from scripts.speculators.features import folded, scales_of, side_by_side, usual, write
-from scripts.speculators.kinds.base import Link, Options, chained
+from scripts.speculators.kinds.base import Kind, Link, Options, chained
 from scripts.speculators.layer import Layer, Norm, Shape, config_of, turned
 from scripts.speculators.target import Reading, Target
 
@@ -66,11 +66,12 @@ class Head(nn.Module):
         return found
 
 
-class PEagle:
+class PEagle(Kind):
     """A head in training."""
 
     name = "peagle"
     fade = 0.9
+    kept = "scales", "mask"
 
     def __init__(self, target: Target, options: Options) -> None:
         read = tuple(options.layers) or usual(target.num_layers)
@@ -101,12 +102,6 @@ class PEagle:
         place = blocks.place.repeat(len(rows))
         first = chained([true.flatten(0, 1)], rows, 1)
         return [*first, Link(deep.flatten(0, 1), place, weight, goal)]
-
-    def state(self) -> dict[str, Any]:
-        return {"scales": self.scales, "mask": self.mask}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.scales, self.mask = state["scales"], state["mask"]
 
     @torch.no_grad()
     def save(self, target: Target, ranked: Tensor, folder: Path) -> None:

@@ -67,7 +67,7 @@ def recommend(
     verdict, needed, doubt = judged(own, ends, found, disturbed)
     basis = ""
     if gains.is_predicted:
-        parts = "1 part" if gains.num_parts == 1 else f"{gains.num_parts} parts"
+        parts = counted(gains.num_parts, "part")
         basis = f"predicted from the texts of the largest k and {parts} of the time curve: "
     told = _reason(
         *(chosen, fastest, gains, min(same_draft)),
