@@ -3,9 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from specdec_cli.core.types import Request
-from specdec_cli.engine.build import build
-from specdec_cli.engine.plan import Plan, plan
+import pytest
+
+from specdec_cli.core.types import Permissions, Request
+from specdec_cli.engine.build import build, load_models, measured
+from specdec_cli.engine.memory.budget import CacheNeed
+from specdec_cli.engine.memory.estimate import estimate_ranks, this_machine
+from specdec_cli.engine.plan import Plan, plan, plan_all_ranks
 from specdec_cli.recipe import load_recipe
 
 NEW_TOKENS = 24
@@ -48,3 +52,19 @@ def run(found: Plan, prompts: list[list[int]], k: int | None = None) -> list[Any
 def rounds_of(seq: Any) -> list[tuple[int, int]]:
     """Proposed and accepted tokens of each round."""
     return list(zip(seq.proposed_per_round, seq.accepted_per_round, strict=True))
+
+
+def estimates(found: Plan, need: CacheNeed) -> list[Any]:
+    plans = plan_all_ranks(found.recipe, Permissions(), found.device)
+    return estimate_ranks(plans, need, this_machine(found.device, 1))
+
+
+def check_estimates(found: Plan, off: int = 0) -> None:
+    """An estimate is near what is measured. off: bytes by which the draft's weights may differ."""
+    need = CacheNeed(4, 300, found.k, 4)
+    (guess,) = estimates(found, need)
+    mine = measured(found, load_models(found), need)
+    assert mine.fits == pytest.approx(guess.fits, rel=0.05)
+    assert abs(mine.draft_weight_bytes - guess.draft_weight_bytes) <= off
+    assert mine.activation_bytes < 4 * guess.activation_bytes
+    assert guess.activation_bytes < 4 * mine.activation_bytes

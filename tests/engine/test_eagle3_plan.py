@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from specdec_cli.core.types import Permissions, Request, SamplingParams
-from specdec_cli.engine.build import build, load_models, measured
+from specdec_cli.engine.build import build, load_models
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.memory.budget import CacheNeed
-from specdec_cli.engine.memory.estimate import estimate_passes, estimate_ranks, this_machine
+from specdec_cli.engine.memory.estimate import estimate_passes
 from specdec_cli.engine.memory.measured import weight_bytes
 from specdec_cli.engine.plan import Plan, block_bytes_of, plan, plan_all_ranks
 from specdec_cli.errors import ExitCode, SetupError, SpecdecError
@@ -28,7 +28,7 @@ from specdec_cli.models.heads.eagle3.config import read_head_config
 from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe import load_recipe
-from tests.drafting import rounds_of
+from tests.drafting import check_estimates, estimates, rounds_of
 from tests.eagle3 import Head, head_config, save_head
 from tests.eagle3_pair import NEW_TOKENS, PROMPTS, Pair, expected_rounds, in_bits, save_pair
 from tests.support import CPU, greedy_reference, greedy_text, reference, save_noised
@@ -483,23 +483,11 @@ def test_blocks_and_weights_by_hand(pair: Pair) -> None:
     assert num_bytes == block_bytes_of(found)[1] * cache.num_blocks
 
 
-def estimates(found: Plan, need: CacheNeed) -> list[Any]:
-    plans = plan_all_ranks(found.recipe, Permissions(), found.device)
-    return estimate_ranks(plans, need, this_machine(found.device, 1))
-
-
 @pytest.mark.usefixtures("steady_memory")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_estimates_are_near_on_a_cpu(pair: Pair, temperature: float) -> None:
     keys: dict[str, object] = {"run__batch_size": 4, "sampling__temperature": temperature}
-    found = planned(pair.target, pair.folder, 6, **keys)
-    need = CacheNeed(4, 300, found.k, 4)
-    (guess,) = estimates(found, need)
-    mine = measured(found, load_models(found), need)
-    assert mine.fits == pytest.approx(guess.fits, rel=0.05)
-    assert mine.draft_weight_bytes == guess.draft_weight_bytes
-    assert mine.activation_bytes < 4 * guess.activation_bytes
-    assert guess.activation_bytes < 4 * mine.activation_bytes
+    check_estimates(planned(pair.target, pair.folder, 6, **keys))
 
 
 def test_a_head_runs_in_its_targets_dtype(pair: Pair, tmp_path: Path) -> None:
