@@ -18,6 +18,7 @@ from specdec_cli.core.types import SamplingParams
 from specdec_cli.models.attention import PagedAttention, attach
 from specdec_cli.models.compiled import CompiledForward
 from specdec_cli.models.fused import FusedForward, busy_width
+from specdec_cli.models.fused_stack import storages_of
 from specdec_cli.models.hidden import HiddenStates, check_hidden_layers
 from specdec_cli.models.prompt_passes import PromptGraphs, PromptPasses, Results
 
@@ -106,9 +107,7 @@ class PagedModel:
 
     @property
     def storages(self) -> dict[int, int]:
-        held = [*self.module.parameters(), *self.module.buffers()]
-        pieces = [tensor.untyped_storage() for tensor in held]
-        found = {piece.data_ptr(): piece.nbytes() for piece in pieces}
+        found = storages_of([*self.module.parameters(), *self.module.buffers()])
         return found if self.fused is None else found | self.fused.storages
 
     @torch.inference_mode()

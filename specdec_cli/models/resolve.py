@@ -135,9 +135,8 @@ def package_model(name: str, file: str | None) -> Path:
         )
     ggufs = {path.name: path for path in files if path.suffix == ".gguf" and path.is_file()}
     if file is not None:
-        found = chosen(name, ggufs, file)
-        assert found is not None
-        return ggufs[found]
+        chosen(name, ggufs, file)
+        return ggufs[file]
     folders = sorted(
         {p.parent for p in files if p.name.endswith(_ENDINGS)}
         & {p.parent for p in files if p.name == "config.json"}
@@ -204,9 +203,8 @@ def _in_folder(name: str, folder: Path, file: str | None) -> Path:
     """Return the model in a folder: the folder itself, or a GGUF file in it."""
     if file is not None:
         there = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.gguf")}
-        found = chosen(name, there, file)
-        assert found is not None
-        return there[found]
+        chosen(name, there, file)
+        return there[file]
     has_config = (folder / _CONFIG).is_file()
     is_adapter = (folder / "adapter_config.json").is_file()
     files = [path for kind in (*_WEIGHTS, *_PICKLES) for path in folder.glob(kind)]

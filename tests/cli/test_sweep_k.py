@@ -1114,7 +1114,7 @@ def test_arms_that_do_not_fit_together_take_turns(
     build = native.build
 
     def counted(plan: Any, *rest: Any) -> Any:
-        built.append(plan.proposer)
+        built.append(plan.recipe.proposer)
         return build(plan, *rest)
 
     monkeypatch.setattr(native, "build", counted)

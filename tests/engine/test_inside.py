@@ -64,7 +64,7 @@ def test_it_runs_as_the_same_draft_of_its_own(
     """No warning names its tensors as unused; without the method one does."""
     target, draft = folders
     found = planned(target)
-    assert (found.k, found.proposer, found.recipe.draft) == (3, "inside", None)
+    assert (found.k, found.recipe.proposer, found.recipe.draft) == (3, "inside", None)
     assert found.stages[:2] == ["loading the target", "loading the draft"]
     with caplog.at_level(logging.WARNING, logger="specdec"):
         mine = rounds(found)

@@ -605,7 +605,7 @@ def test_dummy_modules_run(target: Path) -> None:
 
 def test_facts_of_a_run(target: Path) -> None:
     found = planned(target)
-    assert (found.proposer, found.recipe.draft, found.k) == ("mtp", None, 1)
+    assert (found.recipe.proposer, found.recipe.draft, found.k) == ("mtp", None, 1)
     assert found.execution["draft_borrows"] == "embeddings, lm_head"
     assert "fed back normed" in found.execution["draft_conventions"]
     engine = build(found, 12)
@@ -645,7 +645,7 @@ def extracted(target: Path, folder: Path, **changes: Any) -> Path:
 def test_an_extracted_module_runs_as_the_one_inside(target: Path, tmp_path: Path) -> None:
     folder = extracted(target, tmp_path / "module")
     found = planned(target, 3, draft__model=str(folder))
-    assert (found.recipe.speculation.method, found.proposer) == ("mtp_module", str(folder))
+    assert (found.recipe.speculation.method, found.recipe.proposer) == ("mtp_module", str(folder))
     mine, inside = (run(p, prompts_of(target)) for p in (found, planned(target, 3)))
     assert list(map(rounds_of, mine)) == list(map(rounds_of, inside))
     assert [s.output_ids for s in mine] == [s.output_ids for s in inside]

@@ -258,10 +258,8 @@ def _compared(stored: dict[str, Any], config: Any) -> Iterator[tuple[str, Any, A
         ours, theirs = stored.get(key), getattr(config, key, None)
         if ours is not None and theirs is not None:
             yield key, ours, theirs
-    rope = getattr(config, "rope_parameters", None)
-    rope = rope if isinstance(rope, dict) else {}
-    own = stored.get("rope_parameters")
-    own = own if isinstance(own, dict) else {}
+    both = getattr(config, "rope_parameters", None), stored.get("rope_parameters")
+    rope, own = (one if isinstance(one, dict) else {} for one in both)
     found = {f"rope_parameters.{key}": (key, ours) for key, ours in own.items()}
     found["rope_theta"] = "rope_theta", stored.get("rope_theta")
     for told, (key, ours) in found.items():
