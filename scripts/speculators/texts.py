@@ -36,7 +36,7 @@ from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Plan, plan
-from specdec_cli.experiment.generation import texts_of
+from specdec_cli.experiment.rendering import texts_of
 from specdec_cli.prompts import Prompt, load_prompts
 from specdec_cli.prompts.records import CONVERSATION_KEY, MESSAGES_KEY, prompt_of
 from specdec_cli.prompts.turns import NoSuchTurn

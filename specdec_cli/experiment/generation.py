@@ -4,7 +4,7 @@ Nothing here prints to the terminal.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,11 +13,12 @@ from specdec_cli.backends.base import Backend, Finished, Prepared, Session
 from specdec_cli.core.detokenize import StopFinder, Tokenizer, cut_at_stop, text_before
 from specdec_cli.core.figures import Metrics, Name, Record
 from specdec_cli.core.types import FinishReason, Permissions, Request
-from specdec_cli.errors import SpecdecError, UsageError, is_out_of_memory
+from specdec_cli.errors import UsageError, is_out_of_memory
 from specdec_cli.experiment.folders.records import Sample, given
+from specdec_cli.experiment.rendering import filled, texts_of
 from specdec_cli.prompts import DATE_KEY, Prompt
 from specdec_cli.prompts.conversations import refuse
-from specdec_cli.prompts.types import Message, PromptSet
+from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import Recipe
 from specdec_cli.stages import begin_stage
 from specdec_cli.text import digest, is_unicode
@@ -187,7 +188,7 @@ def _rendered(tokenizer: Tokenizer, prompt: Prompt) -> Prompt:
     if prompt.messages is None:
         return prompt
     try:
-        text = _filled(tokenizer, prompt.messages, prompt.template)
+        text = filled(tokenizer, prompt.messages, prompt.template)
     except UsageError as refused:
         hint = refused.hint
         if hint is None and any(m["role"] == "system" for m in prompt.messages):
@@ -197,39 +198,6 @@ def _rendered(tokenizer: Tokenizer, prompt: Prompt) -> Prompt:
         what = "text that is not valid Unicode" if text else "an empty text"
         raise UsageError(f"{prompt.where}: the chat template turns the messages into {what}")
     return replace(prompt, text=text)
-
-
-def _filled(
-    tokenizer: Tokenizer, messages: tuple[Message, ...], template: Mapping[str, object]
-) -> str:
-    """Render the messages with the chat template.
-
-    Content may be a list of text parts. If the template does not support that (it refuses the
-    parts, loses them or writes them as a list), they are joined first.
-    """
-    in_parts = [m for m in messages if isinstance(m.get("content"), list)]
-    if not in_parts:
-        return tokenizer.render(messages, template)
-    texts = [text.strip() for m in in_parts for text in texts_of(m)]
-    lists = [str(m["content"]) for m in in_parts]
-    joined = tuple({**m, "content": "\n".join(texts_of(m))} for m in messages)
-    found, problems = list[str](), list[SpecdecError]()
-    for way in (messages, joined):
-        try:
-            found.append(tokenizer.render(way, template))
-        except SpecdecError as problem:
-            problems.append(problem)
-    if not found:
-        raise problems[-1]
-    return min(
-        found, key=lambda text: sum(t not in text for t in texts) + sum(t in text for t in lists)
-    )
-
-
-def texts_of(message: Message) -> list[str]:
-    """Return the texts of a message's content, one for each part."""
-    content = message.get("content") or ""
-    return [part["text"] for part in content] if isinstance(content, list) else [str(content)]
 
 
 def _token_ids(planned: Prepared, prompt: Prompt) -> tuple[int, ...]:
