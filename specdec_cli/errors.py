@@ -51,6 +51,7 @@ class Notice:
         )
 
 
+LOG = "log"  # the code of logged warnings
 LOGGED: list[Notice] = []  # the warnings that this command logged
 
 

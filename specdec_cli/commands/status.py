@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from specdec_cli.errors import LOGGED, ExitCode, Notice, SetupError
+from specdec_cli.errors import LOG, LOGGED, ExitCode, Notice, SetupError
 from specdec_cli.stages import begin_stage
 from specdec_cli.text import inert, shortened
 
@@ -134,7 +134,7 @@ class _Kept(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno == logging.WARNING:
-            if (told := Notice("log", record.getMessage())) in LOGGED:
+            if (told := Notice(LOG, record.getMessage())) in LOGGED:
                 return False
             LOGGED.append(told)
         return True

@@ -86,6 +86,20 @@ def test_a_folder_s_points_are_those_of_its_samples(tmp_path: Path) -> None:
     assert sorted(samples) == sorted((RUNS / "sweep" / "samples.jsonl").read_text().splitlines())
 
 
+def test_merged_folders_tell_what_their_runs_logged(tmp_path: Path) -> None:
+    """Rows that were left out, say: each once, and without what a merge computes anew."""
+    old, summary = tmp_path / "old", json.loads((RUNS / "sweep" / "summary.json").read_text())
+    shutil.copytree(RUNS / "sweep", old)
+    skipped = {"code": "log", "message": "skipped 1 bad line: p.jsonl:3", "evidence": {}}
+    gone = {"code": "points_lack_prompts", "message": "1 point lacks prompts", "evidence": {}}
+    codes, said = ("log", "points_lack_prompts"), []
+    for number, warnings in enumerate(([skipped, gone, 5, skipped], None)):
+        (old / "summary.json").write_text(json.dumps(summary | {"warnings": warnings}))
+        document, _ = merge_folders([old], tmp_path / f"new{number}")
+        said.append([one.message for one in document["warnings"] if one.code in codes])
+    assert said == [[skipped["message"]], []]
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "said"),
     [

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from specdec_cli.core.figures import Rate
-from specdec_cli.errors import LOGGED, ExitCode, Notice, SetupError, UsageError
+from specdec_cli.errors import LOG, LOGGED, ExitCode, Notice, SetupError, UsageError
 from specdec_cli.experiment.disk import or_setup_error
 from specdec_cli.experiment.folders.record_lines import json_of, to_json
 from specdec_cli.experiment.folders.records import CurvePart, Key, Point, Sample, Stretch
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.settings_file import (
+    read_json,
     read_warnings,
     settings_difference,
     unsaid,
@@ -67,7 +68,7 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
     recipe, own_prompts = _recipe_for(output, paths[0])
     where = _environments(paths)
     folder = RunFolder.create(output, recipe, where, own_prompts)
-    said = unsaid((one for path in paths for one in read_warnings(path)), [])
+    said = unsaid((one for path in paths for one in (*read_warnings(path), *_logged(path))), [])
     write_settings(folder, whole, said)
     for key in sorted(records.samples, key=order_of(whole)):
         folder.append("samples.jsonl", *(s for _, s in sorted(records.samples[key].items())))
@@ -108,6 +109,14 @@ def _recipe_for(output: Path, shard: Path) -> tuple[Recipe, str | None]:
     with or_setup_error(f"cannot read {own}"):
         text = own.read_text(encoding="utf-8")
     return recipe.changed("data", path=os.path.abspath(output / PROMPTS)), text
+
+
+def _logged(path: Path) -> list[Notice]:
+    """Return the warnings that a finished shard logged, such as one about rows that it left out."""
+    summary = read_json(path / "summary.json")
+    listed = summary.get("warnings") if isinstance(summary, dict) else None
+    found = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    return [Notice.read(one) for one in found if one.get("code") == LOG]
 
 
 def _missing_shards(shards: Sequence[SweepSettings]) -> list[Notice]:
