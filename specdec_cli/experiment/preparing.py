@@ -12,7 +12,7 @@ from specdec_cli.experiment.statistics.stats import FEWEST
 from specdec_cli.models.generation_config import file_of, in_words, recommended, unsupported
 from specdec_cli.prompts import DATE_KEY
 from specdec_cli.recipe import Recipe
-from specdec_cli.text import digest
+from specdec_cli.text import counted, digest
 
 _FEW_PROMPTS = 20
 _USUAL_PENALTY = 1.2  # repetition penalty to suggest; 1.1 does not end the demo target's loops
@@ -197,3 +197,27 @@ def few_prompts(count: int) -> list[Notice]:
     what = "too few for intervals" if count < FEWEST else "few: intervals are wide"
     told = f"{few} {what} (--limit, --dataset)"
     return [Notice("few_prompts", told, {"num_prompts": count})]
+
+
+def too_long(job: Job, count: int | None = None) -> list[Notice]:
+    """Return a warning if some prompts are too long for the context or, with their new tokens, for
+    the recipe's number of blocks. These fail when their turn comes, which may be hours later.
+
+    count: how many of the first prompts run; None for all.
+    """
+    plan, cache = job.plan, job.plan.recipe.cache
+    context, new = plan.max_model_len, plan.params.max_new_tokens
+    blocks = cache.num_blocks if job.backend.holds_caches else None
+    room = context if blocks is None else (blocks - 1) * cache.block_size
+    lengths = [len(ids) for ids in job.token_ids[:count]]
+    # The last token needs no room in the cache.
+    outside = [n for n in lengths if n >= context or min(n + new, context) - 1 > room]
+    if not outside:
+        return []
+    longest, limit = max(outside), f"the context has {context}"
+    if longest < context:
+        limit = f"with up to {new} new ones they exceed {blocks} blocks of {cache.block_size}"
+    few = f"{len(outside)} of {counted(len(lengths), 'prompt')} cannot run"
+    told = f"{few}: the longest has {longest} tokens, and {limit}: leave long prompts out"
+    evidence = {"prompts": len(outside), "num_prompts": len(lengths), "longest": longest}
+    return [Notice("prompts_too_long", told, evidence)]

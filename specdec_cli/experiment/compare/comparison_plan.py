@@ -23,7 +23,12 @@ from specdec_cli.experiment.compare.worker import WARM_UP_TOKENS, with_degrees
 from specdec_cli.experiment.duration import estimated, own_plan
 from specdec_cli.experiment.folders.records import Pair
 from specdec_cli.experiment.generation import Job, dated, draft_context_warning, tokenised
-from specdec_cli.experiment.preparing import common_settings, few_prompts, warnings_of_job
+from specdec_cli.experiment.preparing import (
+    common_settings,
+    few_prompts,
+    too_long,
+    warnings_of_job,
+)
 from specdec_cli.models.description import describe
 from specdec_cli.models.draft import Draft
 from specdec_cli.prompts.types import PromptSet
@@ -216,6 +221,7 @@ def warnings_of(plan: ComparisonPlan) -> list[Notice]:
     job = plan.job
     if (short := draft_context_warning(job.plan, job.token_ids[: max(counts)])) is not None:
         found.append(Notice("draft_context", short, {"draft": plan.settings.draft}))
+    found += too_long(job, max(counts))
     return [*found, *plan.notices, *few_prompts(min(counts))]
 
 

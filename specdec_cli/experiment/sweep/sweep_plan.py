@@ -13,7 +13,12 @@ from specdec_cli.experiment.folders.records import rate_in_words, rate_name
 from specdec_cli.experiment.generation import Job, dated, draft_context_warning, tokenised
 from specdec_cli.experiment.load.arrivals import process_of
 from specdec_cli.experiment.lossless_check import refuse_unfit
-from specdec_cli.experiment.preparing import common_settings, warnings_of_job, with_weights
+from specdec_cli.experiment.preparing import (
+    common_settings,
+    too_long,
+    warnings_of_job,
+    with_weights,
+)
 from specdec_cli.experiment.sweep.sweep_records import SweepSettings
 from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import Recipe
@@ -132,7 +137,7 @@ def plan_sweep(
         shard=shard,
     )
     # Warnings are about the prompts of all shards, so that each shard has the same warnings.
-    found = [*prompts.notices, *warnings_of_job(jobs[0], prompts.chat)]
+    found = [*prompts.notices, *warnings_of_job(jobs[0], prompts.chat), *too_long(jobs[0])]
     for job in jobs:
         if (short := draft_context_warning(job.plan, job.token_ids)) is not None:
             name = job.plan.proposer
