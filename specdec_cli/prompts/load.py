@@ -40,6 +40,7 @@ from specdec_cli.text import counted, in_lines, of_many, one_line
 
 _MAX_AHEAD = 20_000  # how many rows after the chosen ones to read for their categories
 _PATIENCE_S = 1.0  # seconds to wait for a pipe's first bytes
+_SKIPPING = "--skip-bad leaves such lines out"
 _log = logging.getLogger("specdec")
 
 
@@ -264,7 +265,8 @@ def _prompts_of(
         except BadRow as reason:
             bad.append(f"{where}: {reason}")
     if bad and not skip_bad:
-        raise UsageError(in_lines(bad, "line", name), source.hint)
+        remedies = source.hint, _SKIPPING if found else None
+        raise UsageError(in_lines(bad, "line", name), "; ".join(filter(None, remedies)) or None)
     if not found and not bad and split is not None:
         raise UsageError(f"{name}: no prompts in {one_line(split)}", "name another data.split")
     if not found and short and not bad:

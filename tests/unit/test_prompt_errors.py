@@ -225,6 +225,10 @@ def test_bad_lines_are_listed_up_to_five(tmp_path: Path, capsys: Capture) -> Non
     assert main(["generate", "--target", "/no/such/model", "--prompt-file", str(path)]) == 2
     assert f"{path}: and 1 more bad line\n" in capsys.readouterr().err
     assert hint.startswith("hint: a .jsonl file has one JSON object per line")
+    assert hint.endswith("; --skip-bad leaves such lines out")
+    path.write_text("x\n" * 6)  # there would be nothing left
+    assert main(["generate", "--target", "/no/such/model", "--prompt-file", str(path)]) == 2
+    assert "--skip-bad" not in capsys.readouterr().err
 
 
 def test_bad_prompt_options(capsys: Capture) -> None:

@@ -10,9 +10,10 @@ import pytest
 
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.demo import demo_path
-from specdec_cli.errors import SetupError
+from specdec_cli.errors import OtherSettings, SetupError
 from specdec_cli.experiment.folders.settings_file import (
     Difference,
+    check_same,
     first_difference,
     settings_difference,
 )
@@ -148,3 +149,24 @@ def test_a_draft_whose_context_ends_early(
         )
     plan.draft_max_len = None
     assert draft_context_warning(plan, [(1,) * length for length in lengths]) is None
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        (set[str](), "the data has changed since the run began"),
+        ({"output", "outputs", "resume", "max_new_tokens"}, "the data has changed since"),
+        ({"prompts", "limit"}, "--resume -o DIR alone uses"),
+        ({"data.limit"}, "--resume -o DIR alone uses"),
+        ({"recipe"}, "--resume -o DIR alone uses"),
+    ],
+)
+@pytest.mark.parametrize("key", ["count", "sha256", "categories"])
+def test_other_prompts_without_an_option_are_changed_data(
+    typed: set[str], hint: str, key: str
+) -> None:
+    """The hint does not send a user to the command that was just tried."""
+    there, now = ({"prompts": {key: value}} for value in (1, 2))
+    with pytest.raises(OtherSettings) as found:
+        check_same(Path("run"), "run", there, now)
+    assert str(found.value.about(typed).hint).startswith(hint)
