@@ -100,8 +100,13 @@ def read_folder(path: Path) -> ReportedRun:
             f"{path} has neither points.jsonl nor summary.json",
             "name a run folder of sweep-k or compare-tp",
         )
-    if settings is not None or not document:
-        refuse_other_version(path / "settings.json", settings or {})
+    if settings is None and not document:
+        raise UsageError(
+            f"{path}: both settings.json and summary.json are missing or damaged",
+            "restore one of them from a copy, or run again with another folder for -o",
+        )
+    if settings is not None:
+        refuse_other_version(path / "settings.json", settings)
     else:
         refuse_other_version(path / "summary.json", document)
     records = list(intact_records(path / "points.jsonl", Point, notes))

@@ -178,5 +178,17 @@ def test_a_summary_alone_names_its_version(tmp_path: Path) -> None:
         read_folder(tmp_path / "run")
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "", None])
+def test_damage_is_no_other_version(text: str | None, tmp_path: Path) -> None:
+    shutil.copytree(RUNS / "sweep", tmp_path / "run")
+    for name in ("settings.json", "summary.json"):
+        (tmp_path / "run" / name).unlink()
+        if text is not None:
+            (tmp_path / "run" / name).write_text(text)
+    with pytest.raises(UsageError, match="are missing or damaged") as e:
+        read_folder(tmp_path / "run")
+    assert str(e.value.hint).startswith("restore one of them")
+
+
 def test_numbers_that_are_none_are_null() -> None:
     assert json.loads(to_json({"x": [math.nan, math.inf, 1.5]})) == {"x": [None, None, 1.5]}
