@@ -29,6 +29,7 @@ from specdec_cli.prompts import (
     parse_dataset,
     read_prompts,
     unused_keys,
+    unused_template,
 )
 from specdec_cli.prompts.choose import STRATIFIED, Choice, sampled
 from specdec_cli.prompts.types import PromptSet
@@ -89,14 +90,27 @@ def find_prompts(
         data, loaded = _from_data(source, resolved, data, asked)
         prompts = as_conversations(loaded.prompts, chat, system, template, skip_bad=skip)
         data = data.model_copy(update={"chat": chat, "system": system, **of_chat})
-        notices = [*loaded.notices, *unused_keys(prompts)]
+        notices = [*loaded.notices, *unused_keys(prompts), *unused_template(prompts, chat, of_chat)]
         return PromptSet(prompts, data, chat, notices, skip_bad=source.skip_bad)
     prompts = as_conversations(prompts, chat, system, template, skip_bad=skip)
     data, own = None, None
     if asked.output is not None:
         path = os.path.abspath(asked.output / PROMPTS)
         data, own = DataSection.model_validate({"path": path, "chat": chat}), jsonl_of(prompts)
-    return PromptSet(prompts, data, chat, unused_keys(prompts), own, source.skip_bad)
+    _warn_of_unused(asked)
+    notices = [*unused_keys(prompts), *unused_template(prompts, chat, of_chat)]
+    return PromptSet(prompts, data, chat, notices, own, source.skip_bad)
+
+
+def _warn_of_unused(asked: Asked) -> None:
+    """Warn the user about keys of --set that choose rows of a file, if the prompts are from
+    --prompt or standard input."""
+    sets = options.parse_sets(asked.sets or ())
+    found = [key for key in sets if key.removeprefix("data.") in {*ABOUT_ROWS, "path"}]
+    if found and asked.is_heard:
+        have = "has" if len(found) == 1 else "have"
+        told = f"warning: {', '.join(found)} {have} no effect on prompts of --prompt or a pipe"
+        typer.echo(told, err=True)
 
 
 def fewer_prompts(

@@ -4,7 +4,11 @@ Here a prompt is text, the messages of a conversation, or token ids. Tokenizers 
 are applied elsewhere.
 """
 
-from specdec_cli.prompts.conversations import as_conversations, unused_keys
+from specdec_cli.prompts.conversations import (
+    as_conversations,
+    unused_keys,
+    unused_template,
+)
 from specdec_cli.prompts.dataset import parse_dataset
 from specdec_cli.prompts.lines import MAX_LINE_BYTES
 from specdec_cli.prompts.load import LoadedPrompts, load_prompts, read_prompts

@@ -62,6 +62,23 @@ def refuse(bad: Sequence[UsageError], *, skip: bool) -> None:
         _log.warning("skipped %s", of_many(told, "prompt"))
 
 
+def unused_template(
+    prompts: Sequence[Prompt], chat: str, of_chat: Mapping[str, object]
+) -> list[Notice]:
+    """Return a warning if settings of the chat template are given, but no prompt is a conversation.
+
+    chat: the value of `data.chat`; nothing is said about plain text that the user chose (`off`).
+    of_chat: the values of `data.template` and `data.chat_template`, by the names of these keys.
+    """
+    names = [f"data.{key}" for key, value in of_chat.items() if value]
+    is_used = any(prompt.messages is not None for prompt in prompts)
+    if not names or is_used or chat == "off":
+        return []
+    have = "has" if len(names) == 1 else "have"
+    told = f"{' and '.join(names)} {have} no effect: no prompt is rendered with a template (--chat)"
+    return [Notice("unread_by_template", told, dict.fromkeys(names, len(prompts)))]
+
+
 def unused_keys(prompts: Sequence[Prompt]) -> list[Notice]:
     """Warn about keys of the rows that have no effect, with the number of rows for each key.
     Returns one notice or none.
