@@ -119,8 +119,11 @@ def _rates(value: object) -> object:
 def _rate(value: object) -> object:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value != "inf" and not (is_number and 0.0 < float(str(value)) <= MAX_RATE):
-        told = "should be a number of requests per second above 0, or inf, not {value}"
-        raise PydanticCustomError("rate", told, {"value": shown(value)})
+        told = (
+            "should be a number of requests per second above 0, at most {most}, or inf, not {value}"
+        )
+        values = {"most": f"{MAX_RATE:.0f}", "value": shown(value)}
+        raise PydanticCustomError("rate", told, values)
     return value
 
 

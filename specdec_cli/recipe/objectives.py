@@ -22,5 +22,5 @@ def objective(name: str, text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0.0 < value < 1e9:
-        raise ValueError(f"expected a time above 0, got {text!r}")
+        raise ValueError(f"expected a time above 0 and below 1000000s, in ms or s, got {text!r}")
     return value
