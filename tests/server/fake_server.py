@@ -82,7 +82,8 @@ class FakeServer:
     """dialect: vllm, sglang or openai. detailed: vLLM's per-request details. slots: requests that
     run at a time. crowd: a round takes so many times as long while more than `CROWD` requests a
     second arrive. ill: the words of /health. info, model: values that take the place of its own in
-    what it tells of itself, and of its models. metrics: the text of /metrics."""
+    what it tells of itself, and of its models. metrics: the text of /metrics. mute: a path that
+    never answers."""
 
     dialect: str = "vllm"
     k: int = 3
@@ -106,6 +107,7 @@ class FakeServer:
     info: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     metrics: str | None = None
+    mute: str = ""
     faults: Faults = field(default_factory=Faults)
     written: list[Written] = field(default_factory=list)
     url: str = ""
@@ -443,7 +445,14 @@ class FakeServer:
             await response.write(data[start : start + self.faults.pieces])
 
     def app(self) -> web.Application:
-        found = web.Application()
+        @web.middleware
+        async def muted(request: web.Request, handler: Any) -> web.StreamResponse:
+            if request.path == self.mute:
+                await asyncio.sleep(30)
+            answer: web.StreamResponse = await handler(request)
+            return answer
+
+        found = web.Application(middlewares=[muted])
         found.add_routes(
             [
                 web.get("/health", self._health),

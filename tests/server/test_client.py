@@ -405,6 +405,15 @@ def test_json_that_is_nested_too_deeply_is_no_answer() -> None:
     assert answers[0].error == "the server sent an event that is nested too deeply"
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/server_info", "/metrics", "/version"])
+def test_a_path_that_hangs_is_told_as_one(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.setattr(times, "SHORT_S", 0.05)
+    server = FakeServer(mute=path)
+    with pytest.raises(SetupError, match=f"at http.* does not answer {path} within 0.05 s") as told:
+        _facts(server)
+    assert server.url in told.value.message
+
+
 def _facts(server: FakeServer) -> ServerFacts:
     line = Line()
     with running(server):

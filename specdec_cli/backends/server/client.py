@@ -326,6 +326,18 @@ def _wait_asked(headers: Mapping[str, str]) -> float:
     return 0.0
 
 
+async def get(http: aiohttp.ClientSession, url: str) -> tuple[int, str]:
+    """Request `url`, and return the HTTP status and the body; 0 and "" if the request fails. Raises
+    `TimeoutError` if the answer takes longer than `times.SHORT_S`."""
+    try:
+        async with asyncio.timeout(times.SHORT_S), http.get(url) as response:
+            return response.status, await response.text()
+    except TimeoutError:
+        raise
+    except (aiohttp.ClientError, OSError, ValueError):
+        return 0, ""
+
+
 async def error_words(response: aiohttp.ClientResponse) -> str:
     """Read the error message from the body of a response. If the body is empty, return the HTTP
     reason phrase."""

@@ -37,6 +37,15 @@ class Scrape:
                     found[sample.name, tuple(sorted(sample.labels.items()))] = sample.value
         return cls(found)
 
+    @classmethod
+    def answered(cls, status: int, text: str) -> "Scrape | None":
+        """Parse an answer with its HTTP status. Returns None if it holds no counters of vLLM."""
+        try:
+            found = cls.of(text) if status == 200 else None
+        except ValueError:
+            return None
+        return found if found is not None and found.values else None
+
     def total(self, name: str) -> float | None:
         """Return a counter's sum over its labels, for example over engines; None if the counter is
         missing."""

@@ -1,6 +1,7 @@
 """Asks a server for its kind, version, proposal length, method and model."""
 
 import asyncio
+import json
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +10,9 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from specdec_cli.backends.server import times
-from specdec_cli.backends.server.client import error_words
+from specdec_cli.backends.server.client import error_words, get
+from specdec_cli.backends.server.counters import Scrape
 from specdec_cli.backends.server.dialects import ServerFacts, is_count, words_of
-from specdec_cli.backends.server.session import scrape
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.recipe.fields import MAX_K
 from specdec_cli.text import one_line
@@ -94,7 +95,7 @@ async def look_at(
             is_tree=_topk(info) not in (None, 1),
             incremental=bool(info.get("incremental_streaming_output")),
         )
-    counters = await scrape(http, url)
+    counters = Scrape.answered(*await _answer(http, url, "/metrics"))
     _, version = await _json(http, url, "/version")
     if counters is not None or (isinstance(version, Mapping) and "version" in version):
         told = version.get("version") if isinstance(version, Mapping) else None
@@ -184,12 +185,23 @@ async def _healthy(http: aiohttp.ClientSession, url: str, patience_s: float) -> 
         await asyncio.sleep(times.LOOK_S)
 
 
+async def _answer(http: aiohttp.ClientSession, url: str, path: str) -> tuple[int, str]:
+    """Request a path, and return what `get` does. Raises `SetupError` if there is no answer in
+    time, since a server is then neither of another kind nor without what was asked for."""
+    try:
+        return await get(http, url + path)
+    except TimeoutError:
+        raise SetupError(
+            f"the server at {url} does not answer {path} within {times.SHORT_S:g} s",
+            "its log says what it waits for; a server that hangs has to be started again",
+        ) from None
+
+
 async def _json(http: aiohttp.ClientSession, url: str, path: str) -> tuple[int, Any]:
     """Request a path, and return the HTTP status and the decoded JSON. The status is 0 if the
-    request fails; the JSON is None unless the status is 200."""
+    request fails; the JSON is None unless the status is 200 and the body is JSON."""
+    status, text = await _answer(http, url, path)
     try:
-        async with asyncio.timeout(times.SHORT_S), http.get(url + path) as response:
-            is_json = response.status == 200
-            return response.status, await response.json(content_type=None) if is_json else None
-    except (aiohttp.ClientError, OSError, ValueError, RecursionError):
-        return 0, None
+        return status, json.loads(text) if status == 200 else None
+    except (ValueError, RecursionError):
+        return status, None

@@ -12,7 +12,7 @@ import numpy as np
 from specdec_cli.backends.base import Finished, OnRound
 from specdec_cli.backends.server import times
 from specdec_cli.backends.server.answers import NO_ROUNDS, all_rounds, finished, shares
-from specdec_cli.backends.server.client import Answer, Client, Limits, new_session
+from specdec_cli.backends.server.client import Answer, Client, Limits, get, new_session
 from specdec_cli.backends.server.counters import LATE, OTHERS, RESET, Scrape, difference
 from specdec_cli.backends.server.dialects import Dialect, ServerFacts
 from specdec_cli.backends.server.openai import OpenAI, Vllm
@@ -76,11 +76,9 @@ async def scrape(http: aiohttp.ClientSession, url: str) -> Scrape | None:
     """Read the server's counters from /metrics. Returns None if it has none, or if they cannot be
     read."""
     try:
-        async with asyncio.timeout(times.SHORT_S), http.get(f"{url}/metrics") as response:
-            found = Scrape.of(await response.text()) if response.status == 200 else None
-    except (aiohttp.ClientError, OSError, ValueError):
+        return Scrape.answered(*await get(http, f"{url}/metrics"))
+    except TimeoutError:
         return None
-    return found if found is not None and found.values else None
 
 
 @dataclass(slots=True, eq=False)
