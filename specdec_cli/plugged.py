@@ -4,7 +4,7 @@ They add defaults and checks, so a plugin's class may define as little as one me
 it ends the run with a one-line error that names the plugin.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from specdec_cli.methods.base import MethodParts, Proposer
 
 # The least value of each attribute, or method's result, that has to be an integer.
 _LEAST = {"tail": 1, "tail_for": 1, "max_len": 0, "max_lag": 0, "ahead": 0, "kv_after": 0}
+_COPY = "change a copy: tensor.clone()"
 
 
 @contextmanager
@@ -59,13 +60,14 @@ def _constructor(made: type[Any]) -> Any:
 
 
 class DeviceCounts:
-    """Three counts of invalid results, kept on the device so that no round waits for them."""
+    """Counts of invalid results, kept on the device so that no round waits for them."""
 
-    def __init__(self) -> None:
-        self._counts: torch.Tensor | None = None  # int64 [3]
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._counts: torch.Tensor | None = None  # int64 [size]
 
     def add(self, counts: torch.Tensor) -> None:
-        """Add `counts`, int64 [3]."""
+        """Add `counts`, int64 [size]."""
         if self._counts is None or self._counts.device != counts.device:
             self._counts = torch.zeros_like(counts)
         self._counts += counts
@@ -80,13 +82,27 @@ class DeviceCounts:
         return found
 
 
-def restored(held: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Write the values `before` back into the tensors `held`, and return a bool scalar: whether any
-    of them had changed."""
-    changed = torch.stack([(h != b).any() for h, b in zip(held, before, strict=True)]).any()
-    for tensor, values in zip(held, before, strict=True):
-        tensor.copy_(values)
-    return changed
+class Lent:
+    """Tensors that a plugin is given and must not write to."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._pairs = [(tensor, tensor.clone()) for tensor in tensors]
+
+    def restored(self) -> torch.Tensor:
+        """Write the tensors' first values back, and return a bool scalar: whether any of them had
+        changed."""
+        changed = torch.stack([(tensor != values).any() for tensor, values in self._pairs]).any()
+        for tensor, values in self._pairs:
+            tensor.copy_(values)
+        return changed
+
+
+def flag(who: str, name: str, value: object) -> bool:
+    """Return `value`. Raise `UsageError` unless it is True or False: text such as "no" would count
+    as True."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{who}: {name} should be True or False, but is {value!r:.60}")
+    return value
 
 
 def expect(
@@ -123,12 +139,12 @@ class PluggedMethod:
         self.who = f"method {name}"
         self.vocab_size = parts.target.vocab_size
         # Token ids outside the vocabulary, lengths (`Candidates.lens`) outside 0..caps, and rounds
-        # in which `propose` wrote to what it was given.
-        self._num_invalid = DeviceCounts()
+        # in which `propose` or `commit` wrote to what it was given.
+        self._num_invalid = DeviceCounts(4)
         with blamed(self.who, "making it"):
             self.inner = built(type(made.__name__, (made, Proposer), {}), parts)
             self.feature_layers = tuple(self.inner.feature_layers)
-        self._check_sizes()
+        self._check_members()
         if self.feature_layers:
             last = parts.target.module.config.num_hidden_layers
             if not all(type(one) is int and 0 <= one <= last for one in self.feature_layers):
@@ -157,10 +173,13 @@ class PluggedMethod:
             )
         return value
 
-    def _check_sizes(self) -> None:
-        """Raise `UsageError` unless the inner proposer's sizes are integers in their ranges."""
+    def _check_members(self) -> None:
+        """Raise `UsageError` unless the inner proposer's sizes are integers in their ranges, and
+        its flags are True or False."""
         for name in ("tail", "max_len", "max_lag"):
             self._checked(name, getattr(self.inner, name))
+        for name in ("needs_text", "is_paged", "depends_on_k"):
+            flag(self.who, name, getattr(self.inner, name))
 
     def up_to(self, k: int) -> "PluggedMethod":
         """Return this wrapper around the plugin's own proposer for k."""
@@ -173,14 +192,13 @@ class PluggedMethod:
             raise UsageError(f"{self.who}: {told}")
         found = object.__new__(PluggedMethod)
         vars(found).update(vars(self) | {"inner": inner})
-        found._check_sizes()
+        found._check_members()
         return found
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
         """Propose tokens. An invalid id ends its sequence's proposals, and `check` reports it."""
         hint = "" if self.inner.needs_text else "state.texts is None without needs_text = True"
-        held = (state.numbers, draft.caps)
-        before = [tensor.clone() for tensor in held]
+        lent = Lent(*state.tensors, draft.caps)
         with blamed(self.who, "propose", hint):
             found = self.inner.propose(state, draft)
         if not isinstance(found, Candidates):
@@ -189,7 +207,7 @@ class PluggedMethod:
         expect(self.who, "token_ids", found.token_ids, (batch, k), torch.int64, device)
         expect(self.who, "lens", found.lens, (batch,), torch.int64, device)
         self._check_dist(found.q, (batch, k), device)
-        written = restored(held, before)
+        written = lent.restored()
         place = torch.arange(k, device=device)
         lens = torch.minimum(found.lens.clamp(min=0), draft.caps)
         ids = found.token_ids
@@ -200,10 +218,18 @@ class PluggedMethod:
         outside = (found.lens != lens) & state.active
         is_used = state.active.any()
         counts = invalid.sum() * is_used, outside.sum(), (written & is_used).long()
-        self._num_invalid.add(torch.stack(counts))
+        self._num_invalid.add(torch.stack([*counts, torch.zeros_like(counts[0])]))
         first = torch.where(invalid, place, k).amin(dim=1)
         clamped = ids.clamp(least, self.vocab_size - 1)
         return Candidates(clamped, torch.minimum(lens, first), found.q)
+
+    def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
+        lent = Lent(*state.tensors, verdict.token_ids, verdict.num_accepted)
+        with blamed(self.who, "commit"), torch.inference_mode():
+            self.inner.commit(state, verdict, target)
+        written = (lent.restored() & state.active.any()).long()
+        none = torch.zeros_like(written)
+        self._num_invalid.add(torch.stack([none, none, none, written]))
 
     def _check_dist(self, q: object, shape: tuple[int, int], device: torch.device) -> None:
         """Raise `UsageError` unless `q` is None or fits proposals of this shape."""
@@ -221,13 +247,16 @@ class PluggedMethod:
 
     def check(self) -> None:
         """Raise `UsageError` if the plugin has proposed ids outside the vocabulary, returned `lens`
-        outside 0..caps, or written to the state or the caps, since the last call."""
+        outside 0..caps, or written to what it was given, since the last call."""
         with blamed(self.who, "check"):
             self.inner.check()
-        ids, lens, written = self._num_invalid.taken()
+        ids, lens, written, committed = self._num_invalid.taken()
         if written:
             told = f"propose changed tensors of state, or draft.caps, in {written} rounds"
-            raise UsageError(f"{self.who}: {told}", "change a copy: tensor.clone()")
+            raise UsageError(f"{self.who}: {told}", _COPY)
+        if committed:
+            told = f"commit changed tensors of state, or of the verdict, in {committed} rounds"
+            raise UsageError(f"{self.who}: {told}", _COPY)
         if ids or lens:
             told = f"{ids} proposed ids are outside the vocabulary of {self.vocab_size}"
             if not ids:
@@ -244,16 +273,19 @@ class PluggedRule(AcceptanceRule):
     def __init__(self, name: str, inner: Any) -> None:
         self.who = f"acceptance {name}"
         self.inner = inner
-        self.is_lossless: bool = getattr(inner, "is_lossless", False)
-        self.looks_ahead: bool = getattr(inner, "looks_ahead", False)
-        self.draws_when_greedy: bool = getattr(inner, "draws_when_greedy", not self.is_lossless)
+        self.is_lossless = self._flag("is_lossless", False)
+        self.looks_ahead = self._flag("looks_ahead", False)
+        self.draws_when_greedy = self._flag("draws_when_greedy", not self.is_lossless)
         self.keeps_greedy = self.is_lossless
         self.remark: str | None = getattr(inner, "remark", None)
         if not (self.is_lossless or self.remark):
             self.remark = "the text may not follow the target's distribution"
         # Values of `num_accepted` outside 0..lens, token ids outside the vocabulary, and rounds in
         # which `decide` wrote to what it was given.
-        self._num_invalid = DeviceCounts()
+        self._num_invalid = DeviceCounts(3)
+
+    def _flag(self, name: str, default: bool) -> bool:
+        return flag(self.who, name, getattr(self.inner, name, default))
 
     def decide(
         self,
@@ -262,8 +294,8 @@ class PluggedRule(AcceptanceRule):
         params: SamplingParams,
         noise: Noise | None,
     ) -> Verdict:
-        held = (candidates.token_ids, candidates.lens)
-        before = [tensor.clone() for tensor in held]
+        is_used = (candidates.lens > 0).any()
+        lent = Lent(candidates.token_ids, candidates.lens)
         with blamed(self.who, "decide"):
             found = self.inner.decide(candidates, target, params, noise)
         if not isinstance(found, Verdict):
@@ -272,8 +304,7 @@ class PluggedRule(AcceptanceRule):
         vocab, lens, told = target.logits.shape[-1], candidates.lens, found.num_accepted
         expect(self.who, "token_ids", found.token_ids, (batch, k + 1), torch.int64, device)
         expect(self.who, "num_accepted", told, (batch,), torch.int64, device)
-        is_used = (before[1] > 0).any()
-        written = restored(held, before) & is_used
+        written = lent.restored() & is_used
         place = torch.arange(k + 1, device=device)
         # -1 and -2 are valid only where the target's or the draft's logits are really not finite.
         unknown = ~target.logits.amax(dim=-1).isfinite() & (place <= lens[:, None])
@@ -296,7 +327,7 @@ class PluggedRule(AcceptanceRule):
         accepted, ids, written = self._num_invalid.taken()
         if written:
             told = f"decide changed tensors of candidates in {written} rounds"
-            raise UsageError(f"{self.who}: {told}", "change a copy: tensor.clone()")
+            raise UsageError(f"{self.who}: {told}", _COPY)
         if accepted or ids:
             told = f"{accepted} of the num_accepted that decide returned are outside 0..lens"
             if ids:
@@ -320,6 +351,7 @@ class PluggedPolicy:
         self.inner = inner
         self.stop: Stop | None = self._checked("stop")
         self.doubt: Doubt | None = self._checked("doubt")
+        self._num_written = DeviceCounts(1)  # rounds in which `caps` wrote to the state
 
     def _checked(self, name: str) -> Callable[..., torch.Tensor] | None:
         """Return the plugin's own function of this name, or None if it has none. Its errors name
@@ -361,7 +393,16 @@ class PluggedPolicy:
     def caps(self, state: BatchState, caps: torch.Tensor) -> torch.Tensor:
         if not hasattr(self.inner, "caps"):
             return caps
+        lent = Lent(*state.tensors)
         with blamed(self.who, "caps"):
             found: torch.Tensor = self.inner.caps(state, caps.clone())
+        self._num_written.add((lent.restored() & state.active.any()).long()[None])
         expect(self.who, "caps", found, tuple(caps.shape), caps.dtype, caps.device)
         return torch.minimum(found.clamp(min=0), caps)
+
+    def check(self) -> None:
+        """Raise `UsageError` if the plugin has written to the state since the last call."""
+        (written,) = self._num_written.taken()
+        if written:
+            told = f"caps changed tensors of state in {written} rounds"
+            raise UsageError(f"{self.who}: {told}", _COPY)

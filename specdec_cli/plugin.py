@@ -27,7 +27,7 @@ from specdec_cli.errors import SpecdecError, UsageError
 from specdec_cli.methods.base import Method, MethodParts, Proposer, text_bytes
 from specdec_cli.models.description import DraftPlace
 from specdec_cli.models.draft import Draft
-from specdec_cli.plugged import PluggedMethod, PluggedPolicy, PluggedRule, blamed, built
+from specdec_cli.plugged import PluggedMethod, PluggedPolicy, PluggedRule, blamed, built, flag
 from specdec_cli.recipe import SpeculationSection
 from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice, WeightsFrom
 from specdec_cli.recipe.choices.registry import METHODS, POLICIES, RULES, add
@@ -73,7 +73,8 @@ def method(name: str, *, weights_from: WeightsFrom = "none") -> Callable[[Made],
                 raise UsageError(told, "see models.draft.Draft")
             return found
 
-        code = Method(make, text_bytes, own and describe, getattr(made, "runs_on_host", False))
+        on_host = flag(f"method {name}", "runs_on_host", getattr(made, "runs_on_host", False))
+        code = Method(make, text_bytes, own and describe, on_host)
         add(METHODS, name, MethodChoice(_words(made), weights_from, code=code))
         return made
 

@@ -115,6 +115,13 @@ class BatchState:
         return self.tail.device
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors of the state, and those of `texts`."""
+        texts = [] if self.texts is None else [self.texts.tokens, self.texts.seen]
+        found = [self.numbers, self.active, self.block_tables, self.seed, *texts]
+        return [one for one in found if one is not None]
+
+    @property
     def num_slots(self) -> int:
         return len(self.length)
 

@@ -153,6 +153,7 @@ class Engine:
         if self.proposer is not None:
             self.proposer.check()
         self.rule.check()
+        self.policy.check()
         return RunResult(run.seqs, summarise(run.seqs, k, self.batch_size))
 
     def compile_ahead(self, lengths: Iterable[int], k: int, params: SamplingParams) -> None:

@@ -67,3 +67,8 @@ class LengthPolicy(Protocol):
         """Return the maximum number of tokens that each slot may propose: int64 [B], each at most
         the slot's value in `caps`. This runs inside the CUDA graph."""
         return caps
+
+    def check(self) -> None:
+        """Raise `UsageError` if decisions since the last call were invalid. Runs on the host, after
+        each run; only a plugin's policy has anything to check."""
+        return

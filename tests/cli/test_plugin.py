@@ -18,6 +18,7 @@ from specdec_cli import plugin
 from specdec_cli.acceptance.base import AcceptanceRule
 from specdec_cli.core.candidates import Candidates, TargetOutput, TokenDist, Verdict
 from specdec_cli.core.drafting import Drafting
+from specdec_cli.core.state import BatchState, Texts
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.plan import plan
 from specdec_cli.errors import UsageError
@@ -504,8 +505,14 @@ def made_method(**members: Any) -> PluggedMethod:
     return PluggedMethod("mine", type("Mine", (), members), parts)
 
 
-def one_slot() -> Any:
-    return SimpleNamespace(active=torch.tensor([True]), numbers=torch.arange(4)[:, None])
+def one_slot() -> BatchState:
+    """The state of a sequence that decodes, with texts and the token ids that were seen."""
+    cpu = torch.device("cpu")
+    texts = Texts.empty(1, 4, cpu)
+    texts.mark(8)
+    state = BatchState(1, 2, cpu, texts)
+    state.active.fill_(True)
+    return state
 
 
 @pytest.mark.parametrize(
@@ -584,26 +591,77 @@ def test_proposals_of_a_bad_method_get_one_line(result: Any, told: str) -> None:
         found.propose(state, Drafting(2, SamplingParams(), torch.tensor([2]), 8))
 
 
-@pytest.mark.parametrize("name", ["caps", "numbers", "neither"])
+LENT = {
+    "neither": lambda state: state.length.clone(),
+    "numbers": lambda state: state.length,
+    "active": lambda state: state.active,
+    "block_tables": lambda state: state.block_tables,
+    "seed": lambda state: state.seed,
+    "texts": lambda state: state.texts.tokens,
+    "seen": lambda state: state.texts.seen,
+}
+
+
+@pytest.mark.parametrize("name", ["caps", *LENT])
 def test_a_method_that_writes_to_what_it_is_given_is_named(name: str) -> None:
     """The text is the target's whatever is proposed, so the state is put back first."""
     state, draft = one_slot(), Drafting(2, SamplingParams(), torch.tensor([1]), 8)
-    lens = torch.tensor([1])
 
     def propose(_: object, state: Any, draft: Drafting) -> Candidates:
-        given = {"caps": draft.caps, "numbers": state.numbers, "neither": lens.clone()}
-        given[name].add_(1)
-        return Candidates(torch.zeros(PLACE, dtype=torch.int64), lens)
+        given = draft.caps if name == "caps" else LENT[name](state)
+        given.copy_(given == 0)
+        return Candidates(torch.zeros(PLACE, dtype=torch.int64), torch.tensor([1]))
 
     found = made_method(propose=propose)
     for is_active in (False, True):
         state.active.fill_(is_active)
         assert found.propose(state, draft).lens.tolist() == [1]
-        assert draft.caps.tolist() == [1] and state.numbers.flatten().tolist() == [0, 1, 2, 3]
+        assert draft.caps.tolist() == [1]
+        assert not any(one.any() for one in state.tensors if one is not state.active)
+        assert bool(state.active) == is_active
     if name != "neither":
         with pytest.raises(UsageError, match=r"^method mine: propose changed .* in 1 rounds$"):
             found.check()
     found.check()
+
+
+@pytest.mark.parametrize("name", ["token_ids", "num_accepted", *LENT])
+def test_a_commit_that_writes_to_what_it_is_given_is_named(name: str) -> None:
+    state = one_slot()
+    verdict = Verdict(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([2]))
+
+    def commit(_: object, state: BatchState, verdict: Verdict, __: object) -> None:
+        given = LENT[name](state) if name in LENT else getattr(verdict, name)
+        given.copy_(given == 0)
+
+    found = made_method(commit=commit)
+    for is_active in (False, True):
+        state.active.fill_(is_active)
+        found.commit(state, verdict, TargetOutput(torch.zeros(1, 3, 8)))
+        assert verdict.token_ids.tolist() == [[0, 0, 0]] and verdict.num_accepted.tolist() == [2]
+        assert state.length.tolist() == [0] and bool(state.active) == is_active
+    if name != "neither":
+        with pytest.raises(UsageError, match=r"^method mine: commit changed .* in 1 rounds$"):
+            found.check()
+    found.check()
+
+
+@pytest.mark.parametrize("name", LENT)
+def test_a_policy_that_writes_to_the_state_is_named(name: str) -> None:
+    def caps(state: BatchState, caps: torch.Tensor) -> torch.Tensor:
+        given = LENT[name](state)
+        given.copy_(given == 0)
+        return caps
+
+    state, policy = one_slot(), PluggedPolicy("mine", SimpleNamespace(caps=caps))
+    for is_active in (False, True):
+        state.active.fill_(is_active)
+        assert policy.caps(state, torch.tensor([3])).tolist() == [3]
+        assert state.length.tolist() == [0] and bool(state.active) == is_active
+    if name != "neither":
+        with pytest.raises(UsageError, match=r"^length policy mine: caps changed .* in 1 rounds$"):
+            policy.check()
+    policy.check()
 
 
 @pytest.mark.parametrize("name", ["token_ids", "lens"])
@@ -645,8 +703,24 @@ def test_all_of_a_method_runs_in_inference_mode() -> None:
 
     found = made_method(prefill=note, commit=note)
     found.prefill([], None)
-    found.commit(None, None, None)
+    output = TargetOutput(torch.zeros(1, 1, 8))
+    found.commit(one_slot(), Verdict(torch.zeros(1, 1), torch.zeros(1)), output)
     assert seen == [True, True]
+
+
+@pytest.mark.parametrize("value", ["no", "False", 0, None, [False]])
+def test_flags_of_plugins_are_true_or_false(value: object) -> None:
+    """Text counts as True in Python: a rule that is_lossless = "no" would be called lossless."""
+    told = re.escape(f"should be True or False, but is {value!r}")
+    for name in ("needs_text", "is_paged", "depends_on_k"):
+        with pytest.raises(UsageError, match=f"^method mine: {name} {told}$"):
+            made_method(**{name: value})
+    for name in ("is_lossless", "looks_ahead", "draws_when_greedy"):
+        with pytest.raises(UsageError, match=f"^acceptance mine: {name} {told}$"):
+            PluggedRule("mine", SimpleNamespace(**{name: value}))
+    with pytest.raises(UsageError, match=f"^method mine: runs_on_host {told}$"):
+        plugin.method("mine")(type("Mine", (), {"runs_on_host": value}))
+    assert "mine" not in METHODS
 
 
 def test_a_bad_describe_gets_one_line() -> None:
@@ -865,8 +939,7 @@ def test_the_next_k_of_a_policy_is_a_plain_integer(value: object) -> None:
 
 def test_a_policy_cannot_raise_the_caps_in_place() -> None:
     policy, caps = PluggedPolicy("mine", SimpleNamespace(caps=lambda _, c: c.add_(9))), [1, 3]
-    state: Any = None
-    assert policy.caps(state, torch.tensor(caps)).tolist() == caps
+    assert policy.caps(one_slot(), torch.tensor(caps)).tolist() == caps
 
 
 def test_doubts_of_a_bad_policy_get_one_line() -> None:
