@@ -357,15 +357,17 @@ class Asked:
             typer.echo(f"warning: {key} has no effect: {told}", err=True)
 
     def _unread(self, *recipes: "specdec_cli.recipe.Recipe") -> Iterator[tuple[str, str]]:
-        """Yield the keys of `speculation` that the user sets by --set and none of the recipes
-        reads, each with the choice for which it is not read."""
+        """Yield the keys of `speculation` that none of the recipes reads, although the user sets
+        them, by --set or in the recipe's file, each with the choice for which it is not read."""
         from specdec_cli.recipe.choices.registry import METHODS, POLICIES, RULES, readers_of
 
         choices: dict[str, Mapping[str, Any]]
         choices = {"method": METHODS, "acceptance": RULES, "length.policy": POLICIES}
-        for key, value in parse_sets(self.sets or ()).items():
+        keys = [key for key, value in parse_sets(self.sets or ()).items() if value is not None]
+        keys += [key for one in recipes for key in _not_default(one)]
+        for key in dict.fromkeys(keys):
             section, _, own = key.partition(".")
-            readers = readers_of(own) if section == "speculation" and value is not None else None
+            readers = readers_of(own) if section == "speculation" else None
             if readers is None:
                 continue
             chooser, names = readers
@@ -385,6 +387,15 @@ class Asked:
         if found and self.is_heard:
             have = "has" if len(found) == 1 else "have"
             typer.echo(f"warning: {', '.join(found)} {have} no effect on a server", err=True)
+
+
+def _not_default(recipe: "specdec_cli.recipe.Recipe") -> Iterator[str]:
+    """Yield the keys of `speculation` whose values are not the defaults."""
+    own = recipe.speculation
+    for prefix, section in (("speculation", own), ("speculation.length", own.length)):
+        for name, info in type(section).model_fields.items():
+            if getattr(section, name) != info.default:
+                yield f"{prefix}.{name}"
 
 
 def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -29,6 +29,7 @@ from specdec_cli.commands.options import Asked, resolve
 from specdec_cli.launch.world import Place
 from specdec_cli.models import description
 from specdec_cli.models.spec import ModelSpec
+from specdec_cli.recipe import dump_recipe
 from tests.cli.generate_helpers import (
     DEMO,
     PROMPTS,
@@ -563,6 +564,44 @@ def test_keys_that_no_choice_reads_are_warned_of(
     sets = [word for one in given for word in ("--set", one)]
     found = run("demo-ngram", "--prompt", "x", "--max-new-tokens", "1", "-q", *sets)
     assert found.code == 0 and found.err == ("" if told is None else f"warning: {told}\n")
+
+
+@pytest.mark.parametrize(
+    ("speculation", "key", "told"),
+    [
+        ("synthetic_acceptance_rates: [0.9, 0.5]", "synthetic_acceptance_rates", "acceptance"),
+        (f"acceptance: block, {SYNTHETIC.partition('.')[2]}: 2", SYNTHETIC, "acceptance"),
+        ("length: {threshold: 0.9}", "length.threshold", "length.policy"),
+        ("ngram_max: 3", "ngram_max", "method"),
+        ("ngram_max: 4, length: {policy: fixed}", None, None),
+        ("acceptance: synthetic, synthetic_acceptance_length: 2", None, None),
+    ],
+)
+def test_keys_of_a_file_that_no_choice_reads_are_warned_of(
+    speculation: str,
+    key: str | None,
+    told: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A file that has all keys with their defaults, as a run folder's, is not."""
+    file = tmp_path / "recipe.yaml"
+    models = "target: {model: demo:target}\ndraft: {model: demo:draft}\n"
+    file.write_text(f"{models}speculation: {{{speculation}}}\n")
+    asked = Asked(Place(("specdec_cli", "generate"), None, None), {})
+    resolved = resolve(str(file), None, {})
+    asked.warn_of_unused(resolved, has_draft=False)
+    err = capsys.readouterr().err
+    if key is None:
+        assert err == ""
+    else:
+        key = key.removeprefix("speculation.")
+        assert err.startswith(f"warning: speculation.{key} has no effect: speculation.{told} is ")
+        assert err.count("\n") == 1
+    every = tmp_path / "every.yaml"
+    every.write_text(dump_recipe(resolved))
+    asked.warn_of_unused(resolve(str(every), None, {}), has_draft=False)
+    assert capsys.readouterr().err == err
 
 
 def test_ranks_of_a_draft_that_has_none(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
