@@ -75,7 +75,7 @@ class DeviceCounts:
     def taken(self) -> list[int]:
         """Return the counts since the last call, and set them to 0. This waits for the device."""
         if self._counts is None:
-            return [0, 0, 0]
+            return [0] * self._size
         found: list[int] = self._counts.tolist()
         with torch.inference_mode():
             self._counts.zero_()  # in place, because captured rounds add to this tensor

@@ -73,6 +73,9 @@ def report(
         )
     set_up_logging(verbose=verbose)
     if len(folders) > 1:
+        found = [folder.resolve() for folder in folders]
+        if twice := next((f for i, f in enumerate(folders) if found[i] in found[:i]), None):
+            raise UsageError(f"{twice} is given twice", "name each run folder once")
         if is_page or (formats is not None and "vllm" in chosen):
             raise UsageError(
                 "one page (-o NAME.html) and a vLLM config need exactly one run folder",

@@ -46,11 +46,17 @@ def parse_list(text: str | None, option: str) -> object:
 def parse_slo(given: Sequence[str] | None) -> dict[str, str] | None:
     """Parse values such as `ttft:500ms` into {"ttft": "500ms"}; None if the option was not given.
 
-    The recipe's schema checks names and times. Raises `UsageError` if a name is given twice.
+    The recipe's schema checks names and times. Raises `UsageError` if a value is not one name and
+    one time, or if a name is given twice.
     """
     found = dict[str, str]()
     for one in given or ():
-        name, _, time = (part.strip() for part in one.partition(":"))
+        name, colon, time = (part.strip() for part in one.partition(":"))
+        if not colon or "," in one:
+            raise UsageError(
+                f"--slo: expected NAME:TIME such as ttft:500ms, got {one!r}",
+                "repeat --slo for each objective",
+            )
         if name in found:
             raise UsageError(f"--slo {one}: {name} is given twice")
         found[name] = time

@@ -189,9 +189,17 @@ def check_k(draft: Draft, k: int) -> None:
         )
 
 
-def check_policy(draft: Draft | None, speculation: SpeculationSection) -> None:
-    """Raise `UsageError` if the length policy needs a confidence head and the draft has none."""
-    if policy_of(speculation).doubt is not None and (draft is None or not draft.has_confidence):
+def check_policy(draft: Draft | None, speculation: SpeculationSection, k: int) -> None:
+    """Raise `UsageError` if the length policy needs a confidence head and the draft has none, or
+    has nothing to choose from at k, the largest of the run."""
+    policy = policy_of(speculation)
+    if speculation.length.policy == "adaptive" and policy.lengths(k) == (k,):
+        raise UsageError(
+            f"speculation.length.choices: none of {list(speculation.length.choices)} is below "
+            f"k = {k}, so adaptive has nothing to choose from",
+            "name smaller ones, or leave speculation.length out",
+        )
+    if policy.doubt is not None and (draft is None or not draft.has_confidence):
         who = speculation.method if draft is None else f"the draft {draft.spec.name}"
         raise UsageError(
             f"speculation.length.policy is {speculation.length.policy}: {who} has no confidence "

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from specdec_cli import demo
-from specdec_cli.errors import SetupError
+from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.gguf.files import chosen, parts_named
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.recipe.choices.registry import METHODS, weights_from, without_draft
@@ -53,9 +53,15 @@ def model_place(
     file: the GGUF file to take if there are several; None if there is only one, or none.
     allow_pickle: whether to download pickled weights if there are no others.
 
-    Raises `SetupError` if there is no such model, or if several models fit the name.
+    Raises `SetupError` if there is no such model, or if several models fit the name. Raises
+    `UsageError` for a revision of a model that is not on the hub.
     """
     if (local := local_place(name, file)) is not None:
+        if revision is not None:
+            raise UsageError(
+                f"the model {name} is on this machine, so it has no revision {one_line(revision)}",
+                "leave the key revision out; revisions are those of a Hugging Face id",
+            )
         return local
     if file is not None:
         return _gguf_from_hub(name, revision, file)

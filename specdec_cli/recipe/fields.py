@@ -85,7 +85,7 @@ MAX_BATCH = 2**16  # far more sequences than any device decodes at once
 MAX_BYTES = 2**63 - 1
 # torch stores a timeout as nanoseconds in 64 bits, which would overflow at ten times this limit.
 MAX_SECONDS = 1e9
-MAX_RATE = 1e6
+MIN_RATE, MAX_RATE = 1e-6, 1e6  # the least is a request in twelve days
 MAX_K = 1024  # proposed tokens per round
 
 Text = Annotated[StrictStr, _ENCODED, _NO_NUL]
@@ -118,12 +118,9 @@ def _rates(value: object) -> object:
 
 def _rate(value: object) -> object:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value != "inf" and not (is_number and 0.0 < float(str(value)) <= MAX_RATE):
-        told = (
-            "should be a number of requests per second above 0, at most {most}, or inf, not {value}"
-        )
-        values = {"most": f"{MAX_RATE:.0f}", "value": shown(value)}
-        raise PydanticCustomError("rate", told, values)
+    if value != "inf" and not (is_number and MIN_RATE <= float(str(value)) <= MAX_RATE):
+        told = "should be a number of requests per second from 1e-6 to 1e6, or inf, not {value}"
+        raise PydanticCustomError("rate", told, {"value": shown(value)})
     return value
 
 

@@ -277,6 +277,23 @@ def test_piped_prompts(run: Run, stdin: Any) -> None:
     assert result.document["recipe"]["data"] is None
 
 
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (("data.column=a",), "data.column has no effect"),
+        (("data.limit=1", "data.path=gone.jsonl"), "data.limit, data.path have no effect"),
+        (("data.chat=off", "data.system=null"), None),
+    ],
+)
+def test_keys_of_a_file_are_told_beside_prompts_without_one(
+    run: Run, keys: tuple[str, ...], told: str | None
+) -> None:
+    sets = [word for key in keys for word in ("--set", key)]
+    found = run("--prompt", "x", "-k", "0", "--max-new-tokens", "1", "-q", *sets)
+    said = "" if told is None else f"warning: {told}: the prompts are not from a file or dataset\n"
+    assert (found.code, found.err) == (0, said)
+
+
 @pytest.mark.parametrize("source", ["/dev/null", "empty pipe"])
 def test_nothing_piped_falls_back_to_the_recipe(source: str, run: Run, stdin: Any) -> None:
     if source == "/dev/null":

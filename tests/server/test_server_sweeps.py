@@ -87,7 +87,8 @@ def test_a_sweep_over_servers(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert (tmp_path / "run" / "report.html").exists()
     table = next((tmp_path / "run").rglob("points.csv")).read_text().splitlines()
     heading, row = (line.split(",") for line in table[:2])
-    (engines,) = [t for t in side_by_side([tmp_path / "run"] * 2).tables if t.name == "engines"]
+    runs = [tmp_path / "run", shutil.copytree(tmp_path / "run", tmp_path / "copy")]
+    (engines,) = [t for t in side_by_side(runs).tables if t.name == "engines"]
     titles = [column.title for column in engines.columns]
     assert [r[titles.index("k")] for r in engines.rows] == [0, 0, 2, 2, 4, 4]
     lengths = [r[titles.index("tokens a round")] for r in engines.rows]
@@ -95,7 +96,7 @@ def test_a_sweep_over_servers(capsys: pytest.CaptureFixture[str], tmp_path: Path
         point(found, k)["metrics"]["in_text"]["mean_acceptance_length"] for k in (2, 4)
     ]
     assert [r[titles.index("text")] for r in engines.rows] == [None, "same"] * 3
-    told = specdec(capsys, "report", *[str(tmp_path / "run")] * 2, "--json")
+    told = specdec(capsys, "report", *map(str, runs), "--json")
     for one, shown in zip(json.loads(told.out)["engines"], engines.rows, strict=True):
         p = point(found, one["k"])
         assert one["engine"] == p["engine"] and one["mean_acceptance_length"] == shown[5]
