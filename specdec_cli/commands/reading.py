@@ -156,15 +156,6 @@ def _loose(
         seed=resolved.run.seed,
         skip_bad=source.skip_bad,
     )
-    unread = [
-        key
-        for key in options.parse_sets(asked.sets or ())
-        if key.startswith("data.") and key.removeprefix("data.") in {"path", *ABOUT_ROWS}
-    ]
-    if unread and (is_given or found) and asked.is_heard:
-        have = "has" if len(unread) == 1 else "have"
-        told = f"{', '.join(unread)} {have} no effect: the prompts are not from a file or dataset"
-        typer.echo(f"warning: {told}", err=True)
     if not is_given and not found and asked.is_heard and resolved.data is not None:
         told = (
             "warning: the pipe is empty, so the recipe's prompts run (silence this with </dev/null)"

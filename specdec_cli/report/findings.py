@@ -16,7 +16,7 @@ from specdec_cli.recipe.choices.registry import is_given
 from specdec_cli.report.folder import ReportedRun
 
 # `warnings` leaves out a run's own warnings that begin like this, because it rewords them.
-_SAID_ABOVE = ("acceptance is synthetic", "the weights are random")
+_SAID_ABOVE = ("acceptance is synthetic: times", "the weights are random")
 _UNTESTED = "This is the fastest point so far; ties were not tested."
 
 

@@ -18,6 +18,8 @@ from specdec_cli.app import main
 from specdec_cli.commands.servers import named
 from specdec_cli.errors import UsageError
 from specdec_cli.recipe.choices.registry import METHODS
+from specdec_cli.report.findings import warnings
+from specdec_cli.report.folder import read_folder
 from specdec_cli.report.runs import side_by_side
 from tests.cli.generate_helpers import Result
 from tests.cli.sweep_helpers import gain, samples, specdec, stopped_sweep
@@ -215,6 +217,36 @@ def test_settings_of_speculation_that_no_server_has_are_refused(
     with running(server):
         found = specdec(capsys, "sweep-k", *map(str, COMMON), *words, *urls(server))
     assert found.code == 2 and told in found.err and not server.asked
+
+
+@pytest.mark.parametrize(
+    ("dialect", "k", "rule", "is_told"),
+    [
+        ("vllm", 2, "synthetic", True),
+        ("sglang", 2, "synthetic", True),
+        ("vllm", 0, "synthetic", False),
+        ("vllm", 2, "rejection", False),
+    ],
+)
+def test_a_running_server_accepts_by_its_own_rule(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    dialect: str,
+    k: int,
+    rule: str,
+    is_told: bool,
+) -> None:
+    """The recipe's rule labels the points, so the reader has to know that nothing checks it."""
+    server = FakeServer(dialect, k=k)
+    length = "null" if rule == "rejection" else "2"
+    words = ("--set", f"speculation.acceptance={rule}", "--limit", "1", "-o", tmp_path)
+    words = (*words, "--set", f"speculation.synthetic_acceptance_length={length}")
+    with running(server):
+        document = swept(capsys, *words, *urls(server))
+    told = [one["message"] for one in document["warnings"] if one["code"] == "acceptance_rule"]
+    start = "acceptance is synthetic: a running server accepts as it was started"
+    assert [one.startswith(start) for one in told] == [True] * is_told
+    assert (start in str(warnings(read_folder(tmp_path)))) == is_told
 
 
 def test_a_prompt_beyond_the_context_is_not_sent(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,10 +24,14 @@ from specdec_cli.backends.server.session import Line, ServerSession
 from specdec_cli.core.types import Permissions
 from specdec_cli.errors import Notice, RunError, SetupError, UsageError
 from specdec_cli.recipe import Recipe
-from specdec_cli.recipe.choices.registry import METHODS, weights_from
+from specdec_cli.recipe.choices.registry import METHODS, is_given, weights_from
 from specdec_cli.text import one_line
 
 _UNLIMITED = 1 << 31
+_AS_STARTED = (
+    "a running server accepts as it was started, whatever the recipe says, so this is true only if "
+    "it was started with the same rates"
+)
 _SAY_S = 30.0  # seconds between progress lines while a server starts
 
 
@@ -184,6 +188,7 @@ class ServerBackend:
             dtype = "unknown" if target.dtype == "auto" else target.dtype
             roles = {"target": target, "draft": recipe.draft}
             random = [n for n, m in roles.items() if m is not None and m.load_format == "dummy"]
+        is_said = any(self.servers) and is_given(recipe.speculation.acceptance)
         return Prepared(
             recipe=recipe,
             k=max(self.servers, default=largest[0] if largest else 0),
@@ -199,6 +204,7 @@ class ServerBackend:
             device_name=f"server ({', '.join(sorted(kinds))})",
             dtype_name=dtype,
             random_roles=frozenset(random),
+            remark=_AS_STARTED if is_said else None,
         )
 
     def _proposer(self, recipe: Recipe) -> str | None:
