@@ -54,6 +54,14 @@ def separate_quantisation(name: str, place: Path) -> dict[str, Any] | None:
     return {"quant_method": "modelopt"} | json_object(file, f"{file.name} of {name}")
 
 
+def head_config_file(name: str, place: Path) -> dict[str, Any]:
+    """Return what `config_file` does for a draft head's folder. The settings of
+    hf_quant_config.json are in it as `quantization_config`, unless config.json has its own."""
+    config = config_file(name, place)
+    apart = separate_quantisation(name, place)
+    return config if config.get("quantization_config") else config | {"quantization_config": apart}
+
+
 def json_object(file: Path, told: str) -> dict[str, Any]:
     """Read one of a model's JSON files, and return the object in it. told: the name that error
     messages use for the file. Raises `SetupError` if the file cannot be read or does not hold an

@@ -155,7 +155,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "model type": ({"model_type": "muse_glimmer_assistant"}, "model_type is .*layers of qwen3"),
     "ids": ({"target_layer_ids": 3}, "target_layer_ids is 3"),
     "rope": ({"rope_theta": "x"}, "rope_theta is"),
-    "kind": ({"dflash_config": 7}, "cannot read config.json of the DFlash drafter"),
+    **{
+        f"kind {value!r}": ({"dflash_config": value}, "dflash_config is .*: it must be a mapping")
+        for value in (7, "x", "", [], [1], True)
+    },
 }
 
 

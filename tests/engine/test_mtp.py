@@ -5,6 +5,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -695,6 +696,18 @@ def test_a_second_module_in_a_folder_is_refused(target: Path, tmp_path: Path) ->
     more = {name.replace("layers.0.", "layers.1.", 1): t.clone() for name, t in tensors.items()}
     save_file(tensors | more, file, metadata={"format": "pt"})
     with pytest.raises(SetupError, match=r"a second module .*first mtp_layers.1.* only one"):
+        planned(target, draft__model=str(folder))
+
+
+@pytest.mark.parametrize(("count", "is_fine"), [(1, True), (None, True), (2, False), (0, False)])
+def test_a_folder_that_declares_other_modules_than_one_is_refused(
+    target: Path, tmp_path: Path, count: int | None, is_fine: bool
+) -> None:
+    folder = extracted(target, tmp_path / "module")
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": count}
+    (folder / "config.json").write_text(json.dumps(config))
+    told = f"config.json of the MTP module .*: num_nextn_predict_layers is {count}: "
+    with nullcontext() if is_fine else pytest.raises(SetupError, match=told):
         planned(target, draft__model=str(folder))
 
 

@@ -355,6 +355,32 @@ def test_matrices_in_fp8(tmp_path: Path) -> None:
         weights_of(folder, head)
 
 
+@pytest.mark.parametrize("has_own", [False, True])
+def test_matrices_that_model_optimizer_s_own_file_describes(tmp_path: Path, has_own: bool) -> None:
+    """A folder's own quantization_config is taken first, as for whole models."""
+    head = Head(draft_vocab=31)
+    folder = save_head(tmp_path, head, "safeailab")
+    file = folder / "model.safetensors"
+    tensors, wanted = load_file(file), {}
+    for name in [name for name in tensors if "proj" in name or name == "fc.weight"]:
+        scale = tensors[name].abs().amax() / 448
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = scale
+        wanted[name.replace("midlayer", "layers.0")] = tensors[name].float() * scale
+    save_file(tensors, file)
+    with pytest.raises(SetupError, match=r"first fc\.weight_scale"):
+        weights_of(folder, head)
+    settings = {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    apart = {"quantization": settings if not has_own else {"quant_algo": "NVFP4"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(apart))
+    config = json.loads((folder / "config.json").read_text())
+    if has_own:
+        config["quantization_config"] = {"quant_method": "modelopt"} | settings
+    (folder / "config.json").write_text(json.dumps(config))
+    found = weights_of(folder, head).tensors
+    assert wanted and all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
 def test_what_training_leaves_behind_is_no_harm(tmp_path: Path) -> None:
     head = Head()
     folder = save_head(tmp_path, head, "speculators")

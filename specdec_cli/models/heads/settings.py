@@ -62,10 +62,8 @@ class HeadSettings:
     @property
     def quantisation(self) -> Settings | None:
         """The settings of the head's quantised matrices; None if no matrix is quantised."""
-        if not (found := self.raw.get("quantization_config")):
+        if not (found := self.section("quantization_config")):
             return None
-        if not isinstance(found, dict):
-            raise self.bad("quantization_config", found, "it must be a mapping")
         method = found.get("quant_method")
         if not isinstance(method, str) or method not in FORMATS:
             told = f"{', '.join(sorted(FORMATS))} are supported"
@@ -183,6 +181,13 @@ class HeadSettings:
         if type(value) is not int or not 0 <= value < self.vocab_size:
             raise self.bad(key, value, f"it must be one of {self.vocab_size} ids")
         return value
+
+    def section(self, key: str) -> dict[str, Any]:
+        """Return the mapping `raw[key]`; {} if the key is missing or null."""
+        value = self.raw.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.bad(key, value, "it must be a mapping")
+        return value or {}
 
     def flag(self, key: str) -> bool:
         """Return the boolean `raw[key]`; a missing key counts as false."""

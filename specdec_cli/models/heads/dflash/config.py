@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from specdec_cli.errors import SetupError
-from specdec_cli.models.config_file import config_file
+from specdec_cli.models.config_file import head_config_file
 from specdec_cli.models.draft import Passes
 from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadConfig, Other
 from specdec_cli.models.heads.settings import NO_WINDOWS, HeadSettings, reading
@@ -174,7 +174,7 @@ class DSparkConfig(DFlashConfig):
 def read_dflash_config(name: str, folder: Path) -> DFlashConfig:
     """Read the settings of the drafter in `folder`. Raises `SetupError` for impossible or
     unsupported settings."""
-    raw = config_file(name, folder)
+    raw = head_config_file(name, folder)
     kind = DFlashConfig if first_seen(DSPARK, raw) is None else DSparkConfig
     with reading(kind.noun, name):
         return _read(kind, name, raw)
@@ -185,7 +185,7 @@ def _read(kind: type[DFlashConfig], name: str, raw: dict[str, Any]) -> DFlashCon
     is_dspark = kind is DSparkConfig
     # The drafter's own keys may be at the top level or in `dflash_config`, which takes precedence.
     # A key that is null counts as missing.
-    places = raw, raw.get("dflash_config") or {}
+    places = raw, HeadSettings(kind.noun, name, raw, raw).section("dflash_config")
     own = {key: value for keys in places for key, value in keys.items() if value is not None}
     settings = HeadSettings(kind.noun, name, own, raw)
     body = settings.nested() if is_nested else raw

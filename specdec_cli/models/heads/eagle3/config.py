@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from specdec_cli.errors import SetupError, UsageError
-from specdec_cli.models.config_file import config_file
+from specdec_cli.models.config_file import head_config_file
 from specdec_cli.models.draft import Passes
 from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadConfig, Other
 from specdec_cli.models.heads.layers import CONFIGS
@@ -206,7 +206,7 @@ def overridden(config: Config, keys: Eagle3Keys, num_target_layers: int) -> Conf
 def read_head_config(name: str, folder: Path) -> Eagle3Config:
     """Read the settings of the head in `folder`. Raises `SetupError` for a head of a different
     kind, or with unsupported settings."""
-    raw = config_file(name, folder)
+    raw = head_config_file(name, folder)
     dialect = dialect_of(raw)
     if dialect is None:
         raise SetupError(
@@ -220,7 +220,7 @@ def read_head_config(name: str, folder: Path) -> Eagle3Config:
 def read_peagle_config(name: str, folder: Path) -> PEagleConfig:
     """Read the settings of the P-EAGLE head in `folder`. Raises the same errors as
     `read_head_config`."""
-    raw = config_file(name, folder)
+    raw = head_config_file(name, folder)
     is_nested = first_seen(speculator("peagle", "eagle3"), raw) is not None
     others: Dialect = "model-optimizer" if raw.get("eagle_config") else "flat"
     found = next((raw[sign.key] for sign in MASK if sign.seen(raw) is not None), None)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 from specdec_cli.errors import SetupError
-from specdec_cli.models.config_file import config_file
+from specdec_cli.models.config_file import config_file, head_config_file
 from specdec_cli.models.formats import Settings
 from specdec_cli.models.heads.settings import HeadSettings
 from specdec_cli.models.refusals import ANOTHER_DRAFT
@@ -225,7 +225,7 @@ def _count(form: Form, names: Collection[str]) -> int:
 def read_module_config(name: str, place: Path, config: Any, keys: MtpKeys) -> MtpConfig:
     """Read the settings of a module in its own folder. Raises a `SetupError` that names the key if
     the module belongs to another target, or that names a tensor of a second module."""
-    whole = config_file(name, place)
+    whole = head_config_file(name, place)
     raw = whole.get("transformer_layer_config")
     stored = raw if isinstance(raw, dict) else {}
     for key, ours, theirs in _compared(stored, config):
@@ -243,9 +243,11 @@ def read_module_config(name: str, place: Path, config: Any, keys: MtpKeys) -> Mt
             f"{one_line(min(others))}), but only one in a folder is supported",
             "take one with a single module, or a target with the modules in its own files",
         )
+    settings = HeadSettings("MTP module", name, whole, stored)
+    if (count := settings.count(whole, _KEYS[0], 1)) != 1:
+        raise settings.bad(_KEYS[0], count, "only one module in a folder is supported")
     sizes = int(config.hidden_size), int(config.vocab_size)
-    quantisation = HeadSettings("MTP module", name, whole, stored).quantisation
-    return MtpConfig(name, 1, *sizes, EXTRACTED, keys, quantisation=quantisation)
+    return MtpConfig(name, 1, *sizes, EXTRACTED, keys, quantisation=settings.quantisation)
 
 
 def _compared(stored: dict[str, Any], config: Any) -> Iterator[tuple[str, Any, Any]]:
