@@ -18,7 +18,8 @@ from typing import Any
 import yaml
 
 FEWEST = 8  # least real prompts of a measured time
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+_ROOT = Path(__file__).resolve().parents[2]
+RECIPES, DEMO = _ROOT / "recipes", _ROOT / "specdec_cli" / "demo"
 
 
 @dataclass(frozen=True)
@@ -359,5 +360,7 @@ def show(rows: list[list[Row]]) -> None:
 
 
 def _model(section: dict[str, Any], recipe: Path) -> str:
-    beside = recipe.parent / section["model"]
-    return str(beside) if beside.is_dir() else str(section["model"])
+    """A model's folder, or its hub id."""
+    name = str(section["model"])
+    place = DEMO / name.removeprefix("demo:") if name.startswith("demo:") else recipe.parent / name
+    return str(place) if place.is_dir() else name

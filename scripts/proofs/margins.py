@@ -1,6 +1,8 @@
 """Gaps of logits where a sweep's greedy texts part from plain decoding's, by transformers.
 
-    python scripts/proofs/margins.py RUN_FOLDER --target FOLDER
+    python scripts/proofs/margins.py RUN_FOLDER --target MODEL
+
+MODEL is named as in recipes: a folder, a hub id or `demo:target`.
 
 For each prompt and point whose text differs from that of k = 0, transformers feeds the text up to
 the first token that differs, in fp32 and in bf16. The gap is that of the fp32 logits between the
@@ -21,6 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec_cli.experiment.lossless_check import TextPair
+from specdec_cli.models.resolve import model_place
 
 Point = tuple[str, int, int]  # draft, batch size, k
 
@@ -80,10 +83,10 @@ class Judge:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("run", type=Path)
-    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--target", required=True)
     asked = parser.parse_args()
     lines = (asked.run / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    judge, every = Judge(asked.target), list[tuple[float, float]]()
+    judge, every = Judge(model_place(asked.target, None)), list[tuple[float, float]]()
     print("| draft | batch | k | texts that part | median gap | largest gap | largest rounding |")
     print("|---|---|---|---|---|---|---|")
     for (draft, batch, k), those in partings([json.loads(line) for line in lines]).items():

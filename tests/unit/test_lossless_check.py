@@ -1,13 +1,16 @@
 """Diverging texts are judged by how nearly tied the target's tokens were."""
 
+from pathlib import Path
 from typing import cast
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from scripts.proofs import margins
 from scripts.proofs.margins import Parting, partings
 from specdec_cli.backends.base import Session
+from specdec_cli.demo import demo_path
 from specdec_cli.experiment.folders.conclusions import CheckResult, Diverging, Summary, Tokens
 from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.lossless_check import LosslessCheck, TextPair, failed_check
@@ -104,6 +107,19 @@ def test_margins_are_asked_where_two_texts_part() -> None:
         for k, b, t in rows
     ]
     assert partings(samples) == {("d", 1, 2): [Parting([9, 3], (5, 4))], ("d", 8, 2): []}
+
+
+def test_margins_take_a_model_by_a_recipe_s_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    taken: list[Path] = []
+    monkeypatch.setattr(margins, "Judge", taken.append)
+    (tmp_path / "samples.jsonl").touch()
+    for target in ("demo:target", str(demo_path("demo:target"))):
+        monkeypatch.setattr("sys.argv", ["margins.py", str(tmp_path), "--target", target])
+        assert margins.main() == 0
+    assert taken == [demo_path("demo:target")] * 2
+    assert capsys.readouterr().out.count("0 texts part") == 2
 
 
 def test_the_same_texts_need_no_logits_and_no_texts_are_no_proof() -> None:

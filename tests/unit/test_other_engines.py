@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from scripts.peers import agree, work
+from specdec_cli.demo import demo_path
 
 
 def test_a_bundled_recipe_is_read_as_specdec_reads_it() -> None:
@@ -18,6 +19,21 @@ def test_a_bundled_recipe_is_read_as_specdec_reads_it() -> None:
     assert work.read("bench-70b-1b-dummy", 5).tensor_parallel_size == 4
     plain = work.read("bench-8b-eagle3-dummy", 0)
     assert (plain.draft, plain.rates, plain.target) == (None, [], what.target)
+
+
+def test_bundled_models_are_their_folders(tmp_path: Path) -> None:
+    """`demo:draft` is no hub id; a name that is neither a folder nor bundled is one."""
+    what = work.read("demo", 4)
+    assert (what.target, what.draft) == (
+        str(demo_path("demo:target")),
+        str(demo_path("demo:draft")),
+    )
+    assert what.eos_ids, "they are read from the folder"
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("target: {model: owner/name}\ndraft: {model: beside}\n")
+    (tmp_path / "beside").mkdir()
+    what = work.read(str(recipe), 4)
+    assert (what.target, what.draft) == ("owner/name", str(tmp_path / "beside"))
 
 
 def test_other_engines_quantise_what_the_recipe_has_in_fp8() -> None:
