@@ -1,9 +1,11 @@
 """Turns signals into exceptions that end a command."""
 
+import atexit
 import contextlib
+import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
 from specdec_cli.errors import ExitCode
@@ -29,12 +31,13 @@ def signals(*, is_last: bool) -> Iterator[list[signal.Signals]]:
     A later one raises an exception again, because the clean-up may hang, or Python may have
     swallowed the first exception (it does so in a `__del__`).
 
-    is_last: whether the process ends after this block. If it does, signals are ignored after the
-        block.
+    is_last: whether the process ends after this block. If it does, signals that come within
+        `_SAME_REQUEST_S` after the block are ignored. Later ones end the process at once, because
+        an exit handler, such as a plugin's, may hang.
     """
     taken: list[signal.Signals] = []
     asked: list[signal.Signals] = []
-    raised_at = 0.0
+    raised_at = left_at = 0.0
 
     def end(signum: int, frame: FrameType | None) -> None:
         nonlocal raised_at
@@ -45,6 +48,14 @@ def signals(*, is_last: bool) -> Iterator[list[signal.Signals]]:
         is_interrupt = signum == signal.SIGINT
         raise KeyboardInterrupt if is_interrupt else SystemExit(int(ExitCode.SIGTERM))
 
+    def end_at_once(signum: int, frame: FrameType | None) -> None:
+        if time.monotonic() - left_at >= _SAME_REQUEST_S:
+            os._exit(int(ExitCode.SIGINT if signum == signal.SIGINT else ExitCode.SIGTERM))
+
+    if is_last:
+        # This runs after all exit handlers that the block registers. Python would reset handlers
+        # like the one above to those that kill a process while it ends.
+        atexit.register(_ignore, taken)
     # Outside the main thread, setting a handler raises `ValueError`. It is ignored, because only
     # the main thread receives signals.
     with contextlib.suppress(ValueError):
@@ -55,8 +66,14 @@ def signals(*, is_last: bool) -> Iterator[list[signal.Signals]]:
     try:
         yield asked
     finally:
+        left_at = time.monotonic()
         for number in taken:
-            signal.signal(number, signal.SIG_IGN if is_last else _USUAL[number])
+            signal.signal(number, end_at_once if is_last else _USUAL[number])
+
+
+def _ignore(numbers: Iterable[signal.Signals]) -> None:
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager

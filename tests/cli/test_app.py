@@ -1,5 +1,6 @@
 """The shell around the commands: exit codes, streams, signals and the single JSON document."""
 
+import atexit
 import contextlib
 import errno
 import io
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -306,18 +308,33 @@ def test_a_terminal_that_closes_is_a_signal(
         assert capsys.readouterr().err == f"error: {told}\n"
 
 
-def test_a_signal_after_the_results_changes_nothing(
-    command: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_signal_after_the_results_changes_nothing_unless_an_exit_handler_hangs(
+    command: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
-    """Exit handlers of libraries run then, and an exception there is told as a traceback."""
-    left: list[object] = []
+    """Exit handlers of libraries run then, and an exception there is told as a traceback. Signals
+    much later mean that one of them hangs."""
+    ended: list[int] = []
+    last: list[Callable[[], object]] = []
+
+    def leave(_: int) -> None:
+        assert {signal.getsignal(number) for number in _USUAL}.isdisjoint(_USUAL.values())
+        time.sleep(0.06 * waits)
+        for number in _USUAL:
+            os.kill(os.getpid(), number)
+
     command(lambda: None)
+    monkeypatch.setattr("specdec_cli.signals._SAME_REQUEST_S", 0.05 if waits else 60.0)
     monkeypatch.setattr(sys, "argv", ["specdec", "boom"])
-    leave = "specdec_cli.app._leave"
-    monkeypatch.setattr(leave, lambda _: left.extend(map(signal.getsignal, _USUAL)))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(atexit, "register", lambda *call: last.append(partial(*call)))
+    monkeypatch.setattr("specdec_cli.app._leave", leave)
     before = {number: signal.signal(number, usual) for number, usual in _USUAL.items()}
     try:
-        assert main() == 0 and left == [signal.SIG_IGN] * 3
+        assert main() == 0 and ended == ([130, 143, 143] if waits else [])
+        (ignore,) = last
+        ignore()
+        assert [signal.getsignal(number) for number in _USUAL] == [signal.SIG_IGN] * 3
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
