@@ -290,7 +290,7 @@ def test_keys_of_a_file_are_told_beside_prompts_without_one(
 ) -> None:
     sets = [word for key in keys for word in ("--set", key)]
     found = run("--prompt", "x", "-k", "0", "--max-new-tokens", "1", "-q", *sets)
-    said = "" if told is None else f"warning: {told}: the prompts are not from a file or dataset\n"
+    said = "" if told is None else f"warning: {told} on prompts of --prompt or a pipe\n"
     assert (found.code, found.err) == (0, said)
 
 

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from specdec_cli.backends.base import Finished
+from specdec_cli.backends.server import times
 from specdec_cli.backends.server.answers import Rounds, chunks_tell, finished
 from specdec_cli.backends.server.client import Answer, Limits
 from specdec_cli.backends.server.detect import look_at

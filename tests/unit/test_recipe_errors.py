@@ -42,7 +42,7 @@ MALFORMED: dict[str, tuple[str | bytes, int, str]] = {
     "slo-unit": (GOOD + "load: {request_rate: 1, slo: {ttft: 1us}}\n", 2, "load.slo.ttft: expected a time above 0 and below 1000000s, in ms or s, got '1us'"),
     "slo-huge": (GOOD + "load: {request_rate: 1, slo: {tpot: 1e9s}}\n", 2, "load.slo.tpot: expected a time above 0 and below 1000000s, in ms or s, got '1e9s'"),
     "slo-zero": (GOOD + "load: {request_rate: 1, slo: {tpot: 0s}}\n", 2, "load.slo.tpot: expected a time above 0 and below 1000000s"),
-    "huge-rate": (GOOD + "load: {request_rate: 1.0e+7}\n", 2, "load.request_rate[0]: should be a number of requests per second above 0, at most 1000000, or inf, not 10000000.0"),
+    "huge-rate": (GOOD + "load: {request_rate: 1.0e+7}\n", 2, "load.request_rate[0]: should be a number of requests per second from 1e-6 to 1e6, or inf, not 10000000.0"),
     "no-rates": (GOOD + "load: {request_rate: []}\n", 2, "load.request_rate: should not be empty"),
     "misplaced-key": (GOOD + "temperature: 1\n", 2, "did you mean sampling.temperature?"),
     "share-on-target": ("target:\n  model: t\n  share: []\n", 3, "did you mean draft.share?"),
