@@ -101,9 +101,9 @@ class Sweep:
 
 
 SWEEPS = (
-    Sweep("smollm2"),
+    Sweep("smollm2", formats=("md", "png")),
     Sweep("smollm2-sampled", formats=("md",)),
-    Sweep("smollm2-cpu", formats=("html", "md")),
+    Sweep("smollm2-cpu", formats=("md",)),
     Sweep("smollm2-cpu-sampled", formats=("md",)),
     Sweep("demo-methods", formats=("md",)),
     Sweep("demo-sweep", "sweep.md"),
