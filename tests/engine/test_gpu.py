@@ -18,7 +18,7 @@ from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import plan
 from specdec_cli.recipe import load_recipe
-from tests.engine.test_pipeline import engines, pair, told  # noqa: F401
+from tests.engine.test_pipeline import engines, told
 from tests.fixtures import NEEDS_CUDA
 from tests.support import VOCAB, paged_model, reference, save_noised, save_tiny
 
@@ -116,7 +116,7 @@ def test_the_host_waits_for_the_previous_round_only(method: str) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_long_mixed_batch(pair: tuple[Path, Path], temperature: float) -> None:  # noqa: F811
+def test_a_long_mixed_batch(pair: tuple[Path, Path], temperature: float) -> None:
     """Compares with eager rounds: prompts of 1 to 60 tokens, refills, preemption, early ends."""
     source = random.Random(1)
     prompts = [

@@ -264,8 +264,8 @@ def test_settings_of_generation_that_cannot_be_read_are_an_error(tmp_path: Path,
 @pytest.mark.parametrize(
     ("eos_ids", "reasons", "ignores", "told"),
     [
-        ({9}, ["length", "eos"], False, "1 of 2 texts ran"),
-        (set(), ["length", "length"], False, "2 of 2 texts ran"),
+        ({9}, ["length", "eos"], False, "1 of 2 texts reached"),
+        (set(), ["length", "length"], False, "2 of 2 texts reached"),
         ({END, 9}, ["length"], False, None),
         ({9}, ["eos", "stop", "error"], False, None),
         ({9}, ["length"], True, None),

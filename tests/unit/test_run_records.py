@@ -13,7 +13,7 @@ import pytest
 
 from specdec_cli.app import main
 from specdec_cli.core.figures import Record
-from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.errors import LOGGED, SetupError, UsageError
 from specdec_cli.experiment.folders.conclusions import VERSION
 from specdec_cli.experiment.folders.record_lines import read_records, to_json
 from specdec_cli.experiment.folders.records import CurvePart, PairFacts, Point, Sample
@@ -88,6 +88,7 @@ def test_a_folder_s_points_are_those_of_its_samples(tmp_path: Path) -> None:
 
 def test_merged_folders_tell_what_their_runs_logged(tmp_path: Path) -> None:
     """Rows that were left out, say: each once, and without what a merge computes anew."""
+    LOGGED.clear()  # warnings of commands that ran before in this process
     old, summary = tmp_path / "old", json.loads((RUNS / "sweep" / "summary.json").read_text())
     shutil.copytree(RUNS / "sweep", old)
     skipped = {"code": "log", "message": "skipped 1 bad line: p.jsonl:3", "evidence": {}}
