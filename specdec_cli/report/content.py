@@ -136,7 +136,7 @@ def break_even(content: Content) -> str:
         return ""
     ratio, point, even = max(found, key=lambda item: item[0])
     rate = point.number("draft_acceptance_rate")
-    name = f"{setting_in_words(run, point)} at {point.level_in_words}"
+    name = f"{setting_in_words(run, point)} {point.at_level}"
     if ratio <= 1:
         return f" No point does: the closest, {name}, is {100 * (1 - ratio):.0f} % below."
     needs = even.draft_acceptance_rate

@@ -250,7 +250,7 @@ def gain_in_words(run: ReportedRun, best: Finding, point: Point, unit: str = "")
 def answer(run: ReportedRun, best: Finding) -> str:
     """Describe the finding at one batch size in a sentence or two."""
     point = best.point
-    at = f"at {best.at.level_in_words}"
+    at = best.at.at_level
     if best.is_open:
         return f"Inconclusive {at}: {best.reason}."
     if point is None:

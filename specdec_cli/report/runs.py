@@ -121,16 +121,16 @@ class SideBySide:
         that the runs have no prompt in common. Then one for each inconclusive verdict of a run."""
         found = [] if self.pairs else ["No two runs have a point to compare."]
         for one, other, ratio in self.pairs:
-            at = one.point.level_in_words
+            at = one.point.at_level
             names = f"{one.run} ({one.setting})", f"{other.run} ({other.setting})"
             is_load = one.point.load is not None
             what = "request" if is_load else "prompt"
             if ratio is None:
                 alike = f"{what} with the same arrivals" if is_load else what
-                found.append(f"{' and '.join(names)} have no {alike} in common at {at}.")
+                found.append(f"{' and '.join(names)} have no {alike} in common {at}.")
                 continue
             by = "by the mean time of a request " if is_load else ""
-            over = f"{by}over {counted(ratio.num_prompts, f'common {what}')} at {at}"
+            over = f"{by}over {counted(ratio.num_prompts, f'common {what}')} {at}"
             value, ends = times(ratio.speed_ratio or 0.0), ratio.speed_ratio_ci
             gain = f"{value} as fast as {names[1]} {over}"
             if ends is None:
@@ -141,7 +141,7 @@ class SideBySide:
             else:
                 found.append(f"{names[0]} is {gain}{interval_in_words(ends)}.")
         found += [
-            f"{name} does not show whether speculation helps at {best.at.level_in_words}: its "
+            f"{name} does not show whether speculation helps {best.at.at_level}: its "
             "verdict is inconclusive."
             for name, run in zip(self.names, self.runs, strict=True)
             for best in best_by_batch_size(run)

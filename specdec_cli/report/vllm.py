@@ -106,9 +106,7 @@ def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
     speculating = [b.point for b in decided if b.point is not None and not b.point.is_baseline]
     target = str(run.setting("target", "model") or "TARGET")
     undecided = [
-        f"{f' at {b.at.level_in_words}' if len(found) > 1 else ''}: {b.reason}."
-        for b in found
-        if b.is_open
+        f"{f' {b.at.at_level}' if len(found) > 1 else ''}: {b.reason}." for b in found if b.is_open
     ]
     if not speculating:
         if not all(b.recorded is not None for b in decided):

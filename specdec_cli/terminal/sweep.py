@@ -22,7 +22,14 @@ from specdec_cli.experiment.folders.conclusions import (
     Crossover,
     Fastest,
 )
-from specdec_cli.experiment.folders.records import CategoryMetrics, Key, Pair, Point, Sample
+from specdec_cli.experiment.folders.records import (
+    CategoryMetrics,
+    Key,
+    Pair,
+    Point,
+    Sample,
+    rate_in_words,
+)
 from specdec_cli.experiment.folders.samples import without_errors
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.points import Failure, is_impossible, most_speedup
@@ -250,8 +257,9 @@ def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> N
         render.say(_MANY, out)
     out.print()
     by_rate: Mapping[str, Best] = document.get("best_by_request_rate", {})
-    for best in by_rate.values():
-        render.say(_judged(best), out)
+    for rate, best in by_rate.items():
+        name = rate_in_words("inf" if rate == "inf" else float(rate))
+        render.say(f"{name}: {_judged(best)}", out)
     if (at := document.get("crossover")) is not None and (told := _crossover_line(at)):
         render.say(told, out)
     for batch_size, best in document["best_by_batch_size"].items():

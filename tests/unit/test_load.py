@@ -675,6 +675,16 @@ def test_a_report_knows_what_is_overloaded() -> None:
     assert "k = 2" in one and one.endswith("Statistically tied: k = 4.")
 
 
+def test_a_rate_is_named_once_and_in_english() -> None:
+    run, found = reported((100, 70, 50))
+    best = found.recorded.model_copy(update={"verdict": "inconclusive"})  # type: ignore[union-attr]
+    said = answer(run, replace(found, recorded=best))
+    assert said == f"Inconclusive at 4 requests/s: {best.reason}." and said.count("requests/s") == 1
+    at_once = found.at.model_copy(update={"request_rate": "inf"})
+    said = answer(run, replace(found, at=at_once, recorded=best))
+    assert said == f"Inconclusive with all requests at once: {best.reason}."
+
+
 def test_crossover() -> None:
     def of(**ks: int | None) -> tuple[Any, Any]:
         best = {

@@ -398,6 +398,10 @@ def rate_in_words(rate: Rate) -> str:
     return "all requests at once" if rate == "inf" else f"{rate_name(rate)} requests/s"
 
 
+def at_rate(rate: Rate) -> str:
+    return f"{'with' if rate == 'inf' else 'at'} {rate_in_words(rate)}"
+
+
 class Point(OfPoint):
     """A line of points.jsonl, and an entry of a document's `points`.
 
@@ -460,6 +464,12 @@ class Point(OfPoint):
         if self.request_rate is None:
             return f"batch size {self.batch_size}"
         return rate_in_words(self.request_rate)
+
+    @property
+    def at_level(self) -> str:
+        if self.request_rate is None:
+            return f"at {self.level_in_words}"
+        return at_rate(self.request_rate)
 
     @property
     def is_baseline(self) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from specdec_cli.core.figures import Rate, Spread
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import Best, Crossover
-from specdec_cli.experiment.folders.records import Key, Load, Point, Sample, Stretch, rate_in_words
+from specdec_cli.experiment.folders.records import Key, Load, Point, Sample, Stretch, at_rate
 from specdec_cli.experiment.folders.samples import Samples, baseline_key, without_errors
 from specdec_cli.experiment.load.arrivals import Offered
 from specdec_cli.experiment.load.goodput import (
@@ -148,7 +148,7 @@ def load_warnings(points: Sequence[Point]) -> list[Notice]:
     for point in points:
         if (load := point.load) is None or point.request_rate is None:
             continue
-        where = f"k = {point.k} at {rate_in_words(point.request_rate)}"
+        where = f"k = {point.k} {at_rate(point.request_rate)}"
         draft = point.draft if point.k else None
         evidence = {"k": point.k, "draft": draft, "request_rate": point.request_rate}
         if load.overloaded:
@@ -298,15 +298,15 @@ def best_at_rate(
     """
     rate = points[0].request_rate
     assert rate is not None
-    found, where = scored(points, samples), rate_in_words(rate)
+    found = scored(points, samples)
     by: Literal["goodput", "latency"] = "latency"
     if rate != "inf" and any(p.load is not None and p.load.slo for p in points):
         by = "goodput"
     if not found:
         speeds = [p.load.achieved_rate or 0.0 for p in points if p.load is not None]
-        told = f"nothing was measured at {where}"
+        told = "nothing was measured"
         if speeds:
-            told = f"every k is overloaded at {where}: {max(speeds):.3g} answers a second at most"
+            told = f"every k is overloaded: {max(speeds):.3g} answers per second at most"
         return Best.none(told, by=by)
     good = max(found, key=lambda one: sum(one.met))
     tied = [one for one in found if not good.is_better(one)]
@@ -331,7 +331,7 @@ def best_at_rate(
         k=chosen.point.k,
         draft=chosen.point.draft if chosen.point.k else None,
         tied=sorted(same_draft | {chosen.point.k}),
-        reason=_reason(chosen, leader, plain, where, by, lacks),
+        reason=_reason(chosen, leader, plain, by, lacks),
         by=by,
         speedup=chosen.point.speedup,
         significant=bool(chosen.point.k) and not lacks,
@@ -382,18 +382,16 @@ def _no_better(leader: Scored) -> str:
     return "no k is better" if best == 0 else f"k = {best} is not better beyond chance"
 
 
-def _reason(
-    chosen: Scored, leader: Scored, plain: Scored | None, where: str, by: str, lacks: str
-) -> str:
+def _reason(chosen: Scored, leader: Scored, plain: Scored | None, by: str, lacks: str) -> str:
     k = chosen.point.k
     if lacks:
-        return f"k = {k} at {where}: {lacks}, so a gain is not shown or ruled out"
+        return f"k = {k}: {lacks}, so a gain is not shown or ruled out"
     if k == 0:
-        return f"no speculation at {where}: by {by} {_no_better(leader)}"
+        return f"no speculation: by {by} {_no_better(leader)}"
     gain = f"{chosen.point.speedup:.2f}x as fast as k = 0" if chosen.point.speedup else ""
     if plain is None:
         gain = "since k = 0 cannot keep up"
-    told = f"k = {k} at {where} by {by}, {gain}"
+    told = f"k = {k} by {by}, {gain}"
     return told if chosen is leader else f"{told}, tied with k = {leader.point.k}"
 
 
