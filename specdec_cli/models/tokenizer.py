@@ -41,7 +41,7 @@ from specdec_cli.text import reason_of, shown
 _FORMATS = "aAbBcCdDeFfgGhHIjklmMnpPrRsStTuUVwWxXyYzZ"
 _PLAIN: Mapping[str, object] = {}
 _ANY_MESSAGES = [{"role": "user", "content": "hello"}]  # every template should render them
-_ONLY_HERE = "it renders other prompts: check this one and its values for the template"
+_ONLY_HERE = "the template renders other prompts: check this prompt and its template values"
 _ANOTHER_DRAFT = "a draft must share its target's tokenizer; take one of the same family"
 
 

@@ -270,7 +270,7 @@ class Ticker:
         threading.Thread(target=self._run, daemon=True).start()
 
     def say(self, line: str) -> None:
-        """Print a line, and wait half a minute from now before printing `text()`."""
+        """Print a line, and count the silence from now on."""
         self._last = time.monotonic()
         say(line)
 

@@ -139,7 +139,7 @@ class SweepTable(_Progress):
             self.sample(Key.of(sample), sample)
         shown = {
             key: dict(of)
-            for key, of in list(self._samples.items())  # copied: another thread adds samples
+            for key, of in list(self._samples.items())  # a copy: another thread adds samples
             if self._latest is not None and key.batch_size == self._latest.batch_size
         }
         plain = {Pair.of(key): without_errors(of) for key, of in shown.items() if key.k == 0}

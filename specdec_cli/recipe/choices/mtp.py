@@ -14,15 +14,15 @@ class MtpKeys(Section):
     mtp_fed_back: Literal["normed", "raw"] = entry(
         "normed",
         "whether each step of an MTP module reads the previous step's hidden state after the "
-        "final norm or before it (vLLM: raw for glm4_moe)",
+        "final norm (normed) or before it (raw); vLLM uses raw for glm4_moe",
     )
     mtp_first_embedding: Literal["used", "zeroed"] = entry(
-        "used", "whether an MTP module uses the embedding in its first row (vLLM zeroes it)"
+        "used", "whether an MTP module uses the embedding in its first row; vLLM zeroes it"
     )
     mtp_copies: Literal["ignored", "used"] = entry(
         "ignored",
         "whether an MTP module uses its own embeddings and vocabulary head, if it has them, "
-        "instead of the target's (vLLM: used)",
+        "instead of the target's; vLLM uses them",
     )
 
 
