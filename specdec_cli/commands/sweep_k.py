@@ -198,9 +198,14 @@ def sweep_k(
         is_native = recipes[0].engine.kind == "native" and named is None
         if load.max_concurrency is not None:
             refuse_beside("--max-concurrency", batch_size=batch_size)
+        if is_native and sizes[1:]:
+            raise UsageError(
+                "--batch-size: one number is possible at a request rate (--request-rate)",
+                "run a sweep for each batch size",
+            )
         refuse_beside(
             "--request-rate",
-            batch_size=batch_size if not is_native or sizes[1:] else None,
+            batch_size=None if is_native else batch_size,
             predict_only=predict_only,
             check_lossless=check_lossless,
             minutes=minutes,

@@ -387,7 +387,7 @@ def test_points_that_a_shard_lacks_are_compared_on_the_others_requests(
             ["--request-rate", "1", "--max-concurrency", "4", "--batch-size", "4"],
             "--batch-size and --max-concurrency exclude each other",
         ),
-        (["--request-rate", "1", "--batch-size", "1,4"], "--batch-size and --request-rate exclude"),
+        (["--request-rate", "1", "--batch-size", "1,4"], "--batch-size: one number is possible at"),
         (["--request-rate", "1", "--predict-only"], "--predict-only and --request-rate exclude"),
         (
             ["--request-rate", "1", "--server", "http://h:1", "--baseline", "."],

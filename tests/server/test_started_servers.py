@@ -193,8 +193,11 @@ def test_refused(capsys: pytest.CaptureFixture[str]) -> None:
         (["--serve", "vllm", "--server", "http://h:1"], "--serve"),
         (["--serve-args", "x"], "--serve-args"),
         (["--serve", "vllm", "--serve-args", "'x"], "--serve-args"),
-        (["--serve", "vllm", "--serve-args", "--port 1234"], "engine.args: --port"),
-        (["--serve", "sglang", "--set", "engine.args=[--port=1234]"], "engine.args: --port=1234"),
+        (["--serve", "vllm", "--serve-args", "--port 1234"], "engine.args (--serve-args): --port:"),
+        (
+            ["--serve", "sglang", "--set", "engine.args=[--port=1234]"],
+            "engine.args (--serve-args): --port=1234",
+        ),
         (["--serve", "vllm", "--check-lossless"], "--check-lossless"),
         (["--serve", "vllm", "--predict-only"], "--predict-only"),
         (["--serve", "vllm", "--set", "speculation.acceptance=typical"], "typical"),

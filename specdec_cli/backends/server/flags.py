@@ -85,7 +85,7 @@ def command_of(
     engine, target = recipe.engine, recipe.target
     if given := [a for a in engine.args if a.partition("=")[0] == "--port"]:
         raise UsageError(
-            f"engine.args: {given[0]}: specdec chooses the port of each server",
+            f"engine.args (--serve-args): {given[0]}: specdec chooses the port of each server",
             "leave it out, or ask a server that you started with --server URL",
         )
     launch = tuple(engine.launch or _LAUNCH[kind])
