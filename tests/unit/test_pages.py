@@ -13,9 +13,10 @@ from tests.support import FAMILIES, LATER_FAMILIES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "scripts").glob("*/README.md")),
+    *sorted((ROOT / "kernels").glob("*/*/README.md")),
 ]
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
