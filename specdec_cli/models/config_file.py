@@ -13,7 +13,7 @@ from typing import Any
 from specdec_cli.errors import SetupError
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
-from specdec_cli.text import first_line, shown
+from specdec_cli.text import reason_of, shown
 
 MAX_BYTES = 16 * 2**20
 LFS_HINT = "run `git lfs pull` in the model's repository, or download the model again"
@@ -69,20 +69,40 @@ def json_object(file: Path, told: str) -> dict[str, Any]:
     try:
         if not file.is_file():
             raise ValueError("it is not a regular file")
-        if is_lfs_pointer(file):
-            what = "it is a Git LFS pointer, not the file itself"
-            raise SetupError(f"cannot read {told}: {what}", LFS_HINT)
         if file.stat().st_size > MAX_BYTES:
             raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
         config = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as problem:
-        raise SetupError(
-            f"cannot read {told}: {first_line(problem)}",
-            "it is damaged or was edited, or this is not a model folder",
-        ) from None
+        hint = "it is damaged or was edited, or this is not a model folder"
+        raise unreadable(file, told, problem, hint) from None
     return config
+
+
+def unreadable(file: Path, told: str, problem: Exception, hint: str) -> SetupError:
+    """Return the error for a file of a model that could not be read.
+
+    told: the name that the message uses for the file.
+    problem: what was raised. Libraries say that a file is missing if it may not be read, so the
+        file is opened again for the reason.
+    hint: what to do if the file can be opened and is no Git LFS pointer.
+    """
+    try:
+        if file.is_file():
+            file.open("rb").close()
+    except OSError as closed:
+        problem = closed
+    if isinstance(problem, OSError):
+        reason, hint = (
+            problem.strerror or reason_of(problem),
+            "check that the file exists and may be read",
+        )
+    elif is_lfs_pointer(file):
+        reason, hint = "it is a Git LFS pointer, not the file itself", LFS_HINT
+    else:
+        reason = reason_of(problem)
+    return SetupError(f"cannot read {told}: {reason}", hint)
 
 
 def is_lfs_pointer(file: Path) -> bool:

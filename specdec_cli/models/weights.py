@@ -18,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 from specdec_kernels.linear.stored import Storage
 
 from specdec_cli.errors import SetupError
-from specdec_cli.models.config_file import LFS_HINT, is_lfs_pointer
+from specdec_cli.models.config_file import unreadable
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
-from specdec_cli.text import first_line, one_line, reason_of
+from specdec_cli.text import first_line, one_line
 
 _log = logging.getLogger("specdec")
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
@@ -237,12 +237,5 @@ def unread(part: Part | None = None) -> torch.Tensor:
 
 
 def _damaged(file: Path, problem: Exception) -> SetupError:
-    if is_lfs_pointer(file):
-        return SetupError(
-            f"cannot read the weights in {file}: it is a Git LFS pointer, not the file itself",
-            LFS_HINT,
-        )
-    return SetupError(
-        f"cannot read the weights in {file}: {reason_of(problem)}",
-        "the file is truncated or damaged; download it again",
-    )
+    hint = "the file is truncated or damaged; download it again"
+    return unreadable(file, f"the weights in {file}", problem, hint)

@@ -1,4 +1,4 @@
-"""Weights that are Git LFS pointers are named as such; other broken files stay damaged ones."""
+"""Files of models that cannot be read: Git LFS pointers, files without permission, damaged ones."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -37,3 +37,32 @@ def test_other_broken_files_are_damaged(name: str, content: bytes, tmp_path: Pat
     file.write_bytes(content)
     problem = _problem(file)
     assert "LFS" not in str(problem) and "damaged" in (problem.hint or "")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.bin", "config.json"])
+def test_a_file_that_may_not_be_read_is_not_called_damaged(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors says that such a file is missing."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    file = tmp_path / name
+    file.write_text("{}")
+    for place in ("pathlib.Path.open", "pathlib.Path.read_text", "torch.load"):
+        monkeypatch.setattr(place, refuse)
+    if name == "config.json":
+        with pytest.raises(SetupError) as caught:
+            json_object(file, "config.json of m")
+        problem = caught.value
+    else:
+        problem = _problem(file)
+    assert str(problem).endswith(": Permission denied") and "damaged" not in (problem.hint or "")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.bin"])
+def test_a_link_to_nothing_is_not_called_damaged(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).symlink_to(tmp_path / "gone")
+    problem = _problem(tmp_path / name)
+    assert "No such file" in str(problem) and "damaged" not in (problem.hint or "")
