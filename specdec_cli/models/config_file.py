@@ -94,10 +94,8 @@ def unreadable(file: Path, told: str, problem: Exception, hint: str) -> SetupErr
     except OSError as closed:
         problem = closed
     if isinstance(problem, OSError):
-        reason, hint = (
-            problem.strerror or reason_of(problem),
-            "check that the file exists and may be read",
-        )
+        reason = problem.strerror or reason_of(problem)
+        hint = "check that the file exists and may be read"
     elif is_lfs_pointer(file):
         reason, hint = "it is a Git LFS pointer, not the file itself", LFS_HINT
     else:
@@ -108,8 +106,9 @@ def unreadable(file: Path, told: str, problem: Exception, hint: str) -> SetupErr
 def is_lfs_pointer(file: Path) -> bool:
     """Return True if the file is the short text that replaces a large file in a clone without Git
     LFS."""
-    with suppress(OSError), file.open("rb") as opened:
-        return opened.read(len(_LFS_POINTER)) == _LFS_POINTER
+    if file.is_file():  # opening a pipe would wait for its writer
+        with suppress(OSError), file.open("rb") as opened:
+            return opened.read(len(_LFS_POINTER)) == _LFS_POINTER
     return False
 
 
