@@ -14,6 +14,7 @@ from specdec_cli.methods import draft_model
 from specdec_cli.models import loader
 from specdec_cli.models.description import Description, DraftPlace, describe
 from specdec_cli.models.paged import PagedModel
+from specdec_cli.models.weights import open_checkpoint
 from specdec_cli.recipe.choices.base import MethodChoice
 from specdec_cli.recipe.choices.registry import METHODS
 
@@ -41,7 +42,7 @@ class Inside:
     ) -> PagedModel | None:
         assert groups.draft is not None, "every rank of the target holds a part"
         model, device = self.model, self.model.device
-        with loader.open_tensors(self.source) as tensors:
+        with open_checkpoint(self.source.place, allow_pickle=False) as tensors:
             assert set(tensors) > {"lm_head.weight", "inside.lm_head.weight"}
             loader._fill(model, device, lambda n, _, part: tensors[f"inside.{n}"](part), {})
         loader._restore_buffers(model.module, device)

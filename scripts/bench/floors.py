@@ -48,7 +48,7 @@ def round_ms(
         passes = draft.passes(k)
         total += passes.count * bytes_read(draft.module, batch_size * passes.rows)
     elif k and isinstance(draft, MtpDraft):
-        total += k * (bytes_read(draft.body.module, batch_size) + draft.outer_bytes)
+        total += k * bytes_read(draft.body.module, batch_size)
     elif k and draft is not None:  # a head fuses the target's hidden states once a round
         sizes = {n: math.prod(s) for n, s in draft.config.shapes(draft.parallel).items()}
         once = sizes["fc.weight"] * draft.dtype.itemsize

@@ -57,8 +57,6 @@ class Candidates:
 
     def agreed(self, parallel: TensorParallel) -> "Candidates":
         """Send rank 0's proposals to every rank, and return them."""
-        if parallel.size == 1:
-            return self
         return Candidates(*_of_first(parallel, self.token_ids, self.lens), self.q)
 
 
@@ -91,8 +89,6 @@ class Verdict:
 
     def agreed(self, parallel: TensorParallel) -> "Verdict":
         """Send rank 0's decision to every rank, and return it."""
-        if parallel.size == 1:
-            return self
         return Verdict(*_of_first(parallel, self.token_ids, self.num_accepted))
 
 

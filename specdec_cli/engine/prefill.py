@@ -156,8 +156,9 @@ class Prefill:
                 end += 1
             proposes = proposer is not None and self.scheduler.proposal_len(seq) > 0
             start, found = seq.target_kv, targets
-            if start >= end and proposes and not reads and self._is_behind(seq):
-                start, found = seq.draft_kv, proposers
+            if proposer is not None and proposes and start >= end and not reads:
+                if len(seq.tokens) - seq.draft_kv > proposer.max_lag:
+                    start, found = seq.draft_kv, proposers
             if (length := min(budget, end - start)) <= 0:
                 continue
             found.append(Span(seq, start, start + length))
@@ -191,12 +192,14 @@ class Prefill:
             span.seq.target_kv = span.stop
         for span in chunk.proposers:
             span.seq.draft_kv = span.stop
+        # Passes that are in flight decide the first output tokens of the sequences in `before`.
+        running, before = self.scheduler.running, self.drawn.seqs if self.drawn is not None else ()
         queued = PrefillStep(
             begun=begun,
             halfway=halfway,
             end=end,
             seqs=list({span.seq for span in (*chunk.targets, *chunk.proposers)}),
-            waiting=[seq for seq in self.scheduler.running if not self._has_token(seq)],
+            waiting=[s for s in running if s.first_token_at is None and s not in before],
             drawn=drawn,
         )
         decided = self.settle()
@@ -233,12 +236,6 @@ class Prefill:
             return []
         # `on_host` may be longer than `seqs`. Slicing it would take time while the device is idle.
         return list(zip(step.drawn.seqs, step.drawn.on_host.tolist(), strict=False))
-
-    def _has_token(self, seq: Sequence) -> bool:
-        """Return whether a sequence's first output token is decided, or will be by passes in
-        flight."""
-        drawn = self.drawn
-        return seq.first_token_at is not None or (drawn is not None and seq in drawn.seqs)
 
     def _drawn(self, seqs: list[Sequence], found: Results) -> Drawn:
         """Return the next token of each of `seqs`: the tokens that the pass drew itself, or else
@@ -278,7 +275,3 @@ class Prefill:
     def _reads_hidden(self) -> bool:
         """True if the run's proposer reads the target's hidden states."""
         return self.proposer is not None and bool(self.proposer.feature_layers)
-
-    def _is_behind(self, seq: Sequence) -> bool:
-        assert self.proposer is not None
-        return len(seq.tokens) - seq.draft_kv > self.proposer.max_lag

@@ -4,7 +4,6 @@ tensor operations, it is captured into a CUDA graph with the rest of the round."
 import re
 import sys
 from collections.abc import Callable
-from collections.abc import Sequence as Values
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from specdec_cli.core.candidates import Candidates, TargetOutput, Verdict
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.state import BatchState
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.methods.teacher import Teacher
 from specdec_cli.models.description import Description, DraftPlace
 from specdec_cli.models.draft import Draft, Loaded
@@ -170,15 +169,8 @@ class Proposer:
         after a round. The round began with n tokens and accepted `accepted` of k >= 1 proposals."""
         return n + accepted
 
-    def forecast(
-        self,
-        teacher: Teacher,
-        prompt: Values[int],
-        output: Values[int],
-        k: int,
-        params: SamplingParams,
-    ) -> Forecast | None:
-        """Compute the expected acceptance of proposals along `output`, an existing text.
+    def forecast(self, teacher: Teacher, text: Sequence, params: SamplingParams) -> Forecast | None:
+        """Compute the expected acceptance of proposals along the output of `text`, a finished one.
 
         Returns None if the proposer has no direct way to do this; `methods.forecast` then runs a
         round from each token. All ranks must call this, but only rank 0's result is valid.

@@ -6,7 +6,6 @@ each round, `commit` computes them from the target's hidden states and overwrite
 values that the block's pass wrote. Legend: B slots, K proposal length, H hidden size.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,11 +36,10 @@ class DFlash(HeadProposer):
         head: PagedHead | None,
         feature_layers: tuple[int, ...],
         max_len: int,
-        rows: Callable[[int], int],
-        depends_on_k: bool,
+        config: DFlashConfig,
     ) -> None:
         super().__init__(head, feature_layers, max_len)
-        self.rows, self.depends_on_k = rows, depends_on_k
+        self.rows, self.depends_on_k = config.rows_for, not config.keeps_width
 
     def ahead(self, k: int) -> int:
         return self.rows(k) - 1
@@ -110,9 +108,8 @@ def _make(parts: MethodParts) -> DFlash:
     assert parts.draft is None or isinstance(parts.draft, PagedHead)
     described = parts.described
     assert isinstance(described, HeadDescription) and isinstance(described.config, DFlashConfig)
-    config, layers = described.config, parts.target.hidden_layers
-    is_set_by_k = not config.keeps_width
-    return DFlash(parts.draft, layers, parts.draft_max_len, config.rows_for, is_set_by_k)
+    layers = parts.target.hidden_layers
+    return DFlash(parts.draft, layers, parts.draft_max_len, described.config)
 
 
 def estimate_bytes(size: RoundSize) -> MethodBytes:

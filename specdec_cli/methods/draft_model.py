@@ -1,7 +1,5 @@
 """Proposing tokens with a draft model (Leviathan et al., arXiv 2211.17192)."""
 
-from collections.abc import Sequence as Values
-
 import torch
 
 from specdec_cli.core.batch import Rectangle, Span
@@ -9,7 +7,7 @@ from specdec_cli.core.candidates import Candidates
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.state import BatchState
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.methods.base import Method, MethodBytes, MethodParts, Proposer, RoundSize
 from specdec_cli.methods.teacher import Teacher, compare
 from specdec_cli.models.paged import PagedModel
@@ -49,15 +47,8 @@ class DraftModel(Proposer):
         them."""
         return n + min(accepted, k - 1)
 
-    def forecast(
-        self,
-        teacher: Teacher,
-        prompt: Values[int],
-        output: Values[int],
-        k: int,
-        params: SamplingParams,
-    ) -> Forecast | None:
-        return compare(teacher, self.model, self.max_len, prompt, output, params)
+    def forecast(self, teacher: Teacher, text: Sequence, params: SamplingParams) -> Forecast | None:
+        return compare(teacher, self.model, self.max_len, text, params)
 
     def clear(self) -> None:
         if self.model is not None:

@@ -40,10 +40,10 @@ def forecast(
     All ranks must call this, but only rank 0's result is valid. Raises `NoForecast` if the proposer
     does not draw its proposals through `Drafting`.
     """
-    found = proposer.forecast(teacher, prompt, output, k, params)
-    if found is None:
-        tokens = [*prompt, *output][: proposer.max_len]
-        text = Sequence(0, tokens, len(prompt), len(tokens))
+    tokens, reach = [*prompt, *output], min(len(prompt) + len(output), proposer.max_len)
+    text = Sequence(0, tokens, len(prompt), len(tokens))
+    if (found := proposer.forecast(teacher, text, params)) is None:
+        text = Sequence(0, tokens[:reach], len(prompt), reach)
         rounds = list(_Replay(proposer, teacher, text, k, params).rounds())
         found = _told(rounds + [_Round()] * (len(output) - len(rounds)))
         if proposer.takes_decisions and not proposer.is_paged:

@@ -46,60 +46,41 @@ def compare(
     teacher: Teacher,
     draft: PagedModel | None,
     max_len: int,
-    prompt: Values[int],
-    output: Values[int],
+    text: Sequence,
     params: SamplingParams,
 ) -> Forecast:
-    """Compute a draft model's acceptance probabilities along `output`. Only rank 0's result is
-    valid."""
-    tokens = [*prompt, *output]
-    reach = min(len(tokens), max_len)
-    draft_seq = Sequence(0, tokens[:reach], len(prompt), reach)
-    teacher.allocator.extend(draft_seq.block_table, max(1, len(tokens) - 1))
-    target_seq = Sequence(0, tokens, len(prompt), len(tokens), list(draft_seq.block_table))
-    try:
-        accept, overlap = _compare(teacher, draft, target_seq, draft_seq, params)
-    finally:
-        teacher.allocator.shrink(draft_seq.block_table, 0)
-    rest = (0.0,) * (len(output) - len(accept))
-    return Forecast(accept=(*accept, *rest), overlap=(*overlap, *rest))
-
-
-def _compare(
-    teacher: Teacher,
-    draft: PagedModel | None,
-    target_seq: Sequence,
-    draft_seq: Sequence,
-    params: SamplingParams,
-) -> tuple[list[float], list[float]]:
-    """Compute two values for each output token in the draft's sequence: the probability that it is
-    accepted, and the overlap of the draft's and the target's distributions there."""
+    """Compute a draft model's acceptance probabilities along the output of `text`. Only rank 0's
+    result is valid. max_len: the draft's context length."""
+    tokens, num_prompt, reach = text.tokens, text.num_prompt_tokens, min(len(text.tokens), max_len)
+    draft_seq = Sequence(0, tokens[:reach], num_prompt, reach, text.block_table)
+    teacher.allocator.extend(text.block_table, max(1, len(tokens) - 1))
     target = teacher.target if params.temperature > 0.0 else None
-    first = draft_seq.num_prompt_tokens - 1  # its logits decide the first output token
-    if first >= len(draft_seq.tokens) - 1:  # no output token is within the draft's context
-        return [], []
-    if draft is not None:
-        prefill(draft, draft_seq, 0, first, teacher.prefill_chunk)
-    if target is not None:
-        prefill(target, target_seq, 0, first, teacher.prefill_chunk)
+    first, last = num_prompt - 1, reach - 1  # logits of `first` decide the first output token
     accept: list[float] = []
     overlap: list[float] = []
-    for start in range(first, len(draft_seq.tokens) - 1, _CHUNK):
-        stop = min(start + _CHUNK, len(draft_seq.tokens) - 1)
-        drafted = logits_of(draft, draft_seq, start, stop) if draft is not None else None
-        scored = logits_of(target, target_seq, start, stop) if target is not None else None
-        if drafted is None or not teacher.parallel.is_first:
-            continue
-        chances, overlaps = acceptance(
-            teacher.changed(drafted, draft_seq, start),
-            None if scored is None else teacher.changed(scored, target_seq, start),
-            torch.tensor(draft_seq.tokens[start + 1 : stop + 1], device=drafted.device),
-            teacher.target.vocab_size,
-            params,
-        )
-        accept += chances.tolist()
-        overlap += overlaps.tolist()
-    return accept, overlap
+    try:
+        for model, seq in ((draft, draft_seq), (target, text)):
+            if model is not None and first < last:
+                prefill(model, seq, 0, first, teacher.prefill_chunk)
+        for start in range(first, last, _CHUNK):
+            stop = min(start + _CHUNK, last)
+            drafted = logits_of(draft, draft_seq, start, stop) if draft is not None else None
+            scored = logits_of(target, text, start, stop) if target is not None else None
+            if drafted is None or not teacher.parallel.is_first:
+                continue
+            chances, overlaps = acceptance(
+                teacher.changed(drafted, draft_seq, start),
+                None if scored is None else teacher.changed(scored, text, start),
+                torch.tensor(tokens[start + 1 : stop + 1], device=drafted.device),
+                teacher.target.vocab_size,
+                params,
+            )
+            accept += chances.tolist()
+            overlap += overlaps.tolist()
+    finally:
+        teacher.allocator.shrink(text.block_table, 0)
+    rest = (0.0,) * (text.num_new_tokens - len(accept))
+    return Forecast(accept=(*accept, *rest), overlap=(*overlap, *rest))
 
 
 def acceptance(

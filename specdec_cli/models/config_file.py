@@ -18,16 +18,13 @@ from specdec_cli.text import reason_of, shown
 MAX_BYTES = 16 * 2**20
 LFS_HINT = "run `git lfs pull` in the model's repository, or download the model again"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
-_FAMILY = "general.architecture"
 _LAYERS = re.compile(r"(num_)?((hidden|encoder|decoder)_)?layers|n_layers?")
 _EXPERTS = re.compile(r"(n|num|moe_num)_(local_|routed_|shared_)?experts(_per_tok)?")
 _SIZES = set(
     "vocab_size hidden_size n_embd intermediate_size moe_intermediate_size num_attention_heads "
     "n_head num_key_value_heads head_dim max_position_embeddings n_positions".split()
 )
-_SPREAD = (
-    "initializer_range"  # the standard deviation for random weights; transformers rarely checks it
-)
+_SPREAD = "initializer_range"  # of random weights; transformers rarely checks it
 _MOST = {"layers": 1000, "experts": 10_000, "sizes": 2**40}
 
 
@@ -38,7 +35,8 @@ def config_file(name: str, place: Path) -> dict[str, Any]:
     """
     if is_gguf(place):
         values = read_model(place).values
-        return {"num_attention_heads": values.get(f"{values.get(_FAMILY)}.attention.head_count")}
+        family = values.get("general.architecture")
+        return {"num_attention_heads": values.get(f"{family}.attention.head_count")}
     config = json_object(place / "config.json", f"config.json of {name}")
     check_numbers(name, config, "config.json")
     return config

@@ -1,7 +1,6 @@
 """Describe a target or draft on the meta device, before its weights are read."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,8 +15,9 @@ from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import ATTENTION_NAME
 from specdec_cli.models.compiled import CompiledForward
 from specdec_cli.models.config import dtype_of, eos_ids_of, max_len_of, read_config
-from specdec_cli.models.draft import Passes, Reading
-from specdec_cli.models.fused import busy_width, bytes_held_twice, fuse, is_fusable
+from specdec_cli.models.draft import OnCompile, Passes, Reading
+from specdec_cli.models.fused import busy_width, bytes_held_twice, fuse
+from specdec_cli.models.fused_layer import family_of
 from specdec_cli.models.gate import check_config, check_layers, probe, quantisation
 from specdec_cli.models.gguf.blocks import KEPT
 from specdec_cli.models.gguf.files import read_model
@@ -112,7 +112,7 @@ class Description(Unfilled):
         """Return the bytes that the loaded model takes. If its layers are fused, this includes the
         rotary tables and, on a CPU, the second copies of weights kept both packed and unpacked."""
         found = self.weight_bytes
-        if not is_compiled and is_fusable(self.module):
+        if not is_compiled and family_of(self.module) is not None:
             turns = num_turns(self.module) * self.layers[0].key_dim
             found += 2 * self.reach * turns * self.dtype.itemsize
             if self.device.type == "cpu":
@@ -126,7 +126,7 @@ class Description(Unfilled):
 
     @property
     def captured_width(self) -> int:
-        return busy_width(self.module) if is_fusable(self.module) else 0
+        return busy_width(self.module) if family_of(self.module) is not None else 0
 
     def within(self, reach: int) -> "Description":
         return replace(self, reach=reach)
@@ -137,28 +137,20 @@ class Description(Unfilled):
     def pass_bytes(
         self, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool = False
     ) -> int:
-        return peak_bytes(
-            self._on_meta, tokens, logit_rows, gathers=gathers, is_compiled=is_compiled
-        )
+        shapes = PassShapes(self.module, self.layers[0], self.dtype, self.parallel.size)
+        how = {"gathers": gathers, "is_compiled": is_compiled}
+        return self.hidden_bytes(tokens) + peak_bytes(shapes, tokens, logit_rows, **how)
 
     def hidden_bytes(self, tokens: int) -> int:
         """Return the bytes of the hidden states [T, L * H] that a pass returns."""
-        return self._on_meta.hidden_bytes(tokens)
-
-    @property
-    def _on_meta(self) -> PassShapes:
-        ranks, num_features = self.parallel.size, len(self.hidden_layers)
-        return PassShapes(self.module, self.layers[0], self.dtype, ranks, num_features)
+        width = len(self.hidden_layers) * int(self.module.config.hidden_size)
+        return tokens * width * self.dtype.itemsize
 
     def readings(self) -> list[Reading]:
         return []
 
     def load(
-        self,
-        target: PagedModel,
-        groups: Groups,
-        block_size: int,
-        on_compile: Callable[[str], None] | None = None,
+        self, target: PagedModel, groups: Groups, block_size: int, on_compile: OnCompile = None
     ) -> PagedModel | None:
         if groups.draft is None:
             return None
@@ -169,15 +161,12 @@ class Description(Unfilled):
         self,
         module: Any,
         block_size: int,
-        on_compile: Callable[[str], None] | None = None,
+        on_compile: OnCompile = None,
         foreign_ids: bool = False,
     ) -> PagedModel:
         """Bind the loaded module to a cache of zero blocks, which `PagedModel.use` later replaces.
-
-        on_compile: called before each compilation. If None, the module is not compiled but fused,
-            provided that it has a fused form.
-        foreign_ids: see `PagedModel`.
-        """
+        A module that is not compiled is fused, if it has a fused form. foreign_ids: see
+        `PagedModel`."""
         fused = None
         if on_compile is None:
             begin_stage(f"fusing the {self.spec.role}")
@@ -284,7 +273,7 @@ def _check_experts(module: Any, name: str, size: int = 1) -> None:
     matrix: its rows must be multiples of 16 bytes. size: the number of ranks that share it."""
     experts = [p for path, p in module.named_parameters() if ".experts." in path and p.dim() == 3]
     odd = [p for p in experts if p.shape[-1] * p.itemsize % 16]
-    if not odd or is_fusable(module):
+    if not odd or family_of(module) is not None:
         return
     rows = f"{odd[0].shape[-1]} numbers in {str(odd[0].dtype).removeprefix('torch.')}"
     needs = "must be multiples of 16 bytes"

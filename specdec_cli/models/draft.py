@@ -14,6 +14,9 @@ from specdec_cli.core.parallel import Groups, TensorParallel
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.spec import ModelSpec
 
+# A function that is called before each compilation; None if passes are not to be compiled.
+OnCompile = Callable[[str], None] | None
+
 
 class Loaded(Protocol):
     """A loaded model over a paged cache. storages: the size in bytes of each memory block that
@@ -125,20 +128,16 @@ class Draft(Protocol):
     def within(self, reach: int) -> "Draft":
         """Return a copy of this description for texts of at most `reach` tokens; its rotary tables
         have that length."""
-        ...
 
     def loaded_bytes(self, *, is_compiled: bool) -> int:
         """Return the bytes that the loaded draft takes: its tables and weights, including second
         copies of weights kept both packed and unpacked."""
-        ...
 
     def passes(self, k: int) -> Passes:
         """Return the draft's passes in a run with k proposals per round."""
-        ...
 
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes of one block of the draft's cache."""
-        ...
 
     def pass_bytes(
         self, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool = False
@@ -153,25 +152,16 @@ class Draft(Protocol):
             Otherwise only the larger counts.
         is_compiled: whether the pass is compiled.
         """
-        ...
 
     def readings(self) -> list[Reading]:
         """Return the other interpretations of the checkpoint; empty unless other tools read its
         format differently."""
-        ...
 
     def load(
-        self,
-        target: PagedModel,
-        groups: Groups,
-        block_size: int,
-        on_compile: Callable[[str], None] | None = None,
+        self, target: PagedModel, groups: Groups, block_size: int, on_compile: OnCompile = None
     ) -> Loaded | None:
         """Read the weights and bind the draft to a cache of zero blocks. Returns None on a rank
         that holds no part of the draft.
 
-        on_compile: called before each compilation; None if passes are not to be compiled.
-
         All of the target's ranks must call this. Raises `SetupError` for damaged weights.
         """
-        ...

@@ -28,13 +28,8 @@ from specdec_cli.models.fused_stack import FusedStack, storages_of
 from specdec_cli.models.gate import batched_experts
 from specdec_cli.models.held import LARGE, StoredParameter, return_unused
 from specdec_cli.models.prompt_passes import width_busy_with
-from specdec_cli.models.rotary_tables import turn_whole_heads, turned_features, turns_of
+from specdec_cli.models.rotary_tables import turn_whole_heads, turns_of
 from specdec_cli.models.split_products import SplitProducts
-
-
-def is_fusable(module: Any) -> bool:
-    """Return True if `FusedForward` supports `module`. The module may be on meta."""
-    return family_of(module) is not None
 
 
 class FusedForward:
@@ -50,7 +45,7 @@ class FusedForward:
     def __init__(self, module: Any, max_len: int, parallel: TensorParallel = ALONE) -> None:
         family = fusable_family(module)
         if family.turns_partly:
-            turn_whole_heads(module, turned_features(module))
+            turn_whole_heads(module)
         self.cos, self.sin, turns = turns_of(module, max_len)
         layers = module.model.layers
         # Align rows to 16 bytes, because Triton would recompile kernels for unaligned addresses.
@@ -143,7 +138,7 @@ def busy_width(module: Any) -> int:
 
 def fuse(module: Any, max_len: int, parallel: TensorParallel = ALONE) -> FusedForward | None:
     """Return the fused form of a loaded model, or None if its family has none."""
-    return FusedForward(module, max_len, parallel) if is_fusable(module) else None
+    return FusedForward(module, max_len, parallel) if family_of(module) is not None else None
 
 
 def bytes_held_twice(module: Any, *, splits_embedding: bool = False) -> int:

@@ -1,7 +1,7 @@
 """Fused decoder layers: their merged weights, and the differences between model families."""
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from specdec_kernels import ops
@@ -105,19 +105,11 @@ def dense_mlp(layer: Any) -> Any:
     return getattr(layer.mlp, "shared_experts", None) if has_experts(layer) else layer.mlp
 
 
-class ExpertSizes(NamedTuple):
-    """Sizes of a layer's experts. num_chosen: the number of experts per token. num_features: the
-    width inside an expert."""
-
-    num_experts: int
-    num_chosen: int
-    num_features: int
-
-    @classmethod
-    def of(cls, layer: Any, config: Any, family: Family) -> Self:
-        count, *size = layer.mlp.experts.down_proj.shape
-        features = size[0] if family.clamps_experts else size[1]
-        return cls(int(count), int(config.num_experts_per_tok), int(features))
+def expert_sizes(layer: Any, config: Any, family: Family) -> tuple[int, int, int]:
+    """Return the number of experts, how many a token chooses, and the width inside one."""
+    count, *size = layer.mlp.experts.down_proj.shape
+    features = size[0] if family.clamps_experts else size[1]
+    return int(count), int(config.num_experts_per_tok), int(features)
 
 
 def _experts(layer: Any, config: Any, family: Family, read: Tensor | None) -> ops.Experts:
@@ -292,7 +284,7 @@ def numbers_multiplied(layer: Any, config: Any, family: Family) -> int:
     all dense weights, and those of the chosen experts. The layer may be on meta."""
     found = sum(p.numel() for group in matrices(layer) for p in group)
     if has_experts(layer):
-        count, chosen, _ = ExpertSizes.of(layer, config, family)
+        count, chosen, _ = expert_sizes(layer, config, family)
         stacked = [p for p in layer.mlp.experts.parameters() if p.dim() == 3]
         found += sum(p.numel() for p in stacked) * chosen // count
     return found

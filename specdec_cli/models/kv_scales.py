@@ -6,7 +6,6 @@ and AutoFP8 give them.
 """
 
 import re
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +112,8 @@ def _scales_in(spec: ModelSpec, place: Path) -> dict[tuple[int, str], str]:
     values). Dummy weights and GGUF files have none."""
     if spec.load_format == "dummy" or is_gguf(place):
         return {}
-    names: Collection[str] = tensor_names(place)
     found: dict[tuple[int, str], str] = {}
-    for name in names:
+    for name in tensor_names(place):
         if (match := _NAMES.search(name)) is not None:
             sides = match[2] or name.removesuffix("_proj.output_scale")[-1]
             found |= {(int(match[1]), side): name for side in sides}

@@ -40,7 +40,7 @@ from specdec_cli.models.stored import (
     stored_reader,
 )
 from specdec_cli.models.tp import WHOLE, Shards
-from specdec_cli.models.weights import Fields, Part, Read, WrongShape, open_checkpoint, same
+from specdec_cli.models.weights import Fields, Part, WrongShape, open_checkpoint, same
 from specdec_cli.text import counted, one_line, reason_of
 
 _log = logging.getLogger("specdec")
@@ -73,6 +73,10 @@ class Unfilled:
     draft_tensors: re.Pattern[str] | None = None
     names: Names | None = None
 
+    def own(self, stored: str) -> str | None:
+        """Return the module's name for a tensor in the file; None for another module's tensor."""
+        return stored if self.names is None else self.names.own(stored)
+
 
 def load(
     description: Unfilled,
@@ -100,40 +104,20 @@ def load(
     return module
 
 
-@contextmanager
-def open_tensors(description: Unfilled) -> Iterator[dict[str, Read]]:
-    """Open a model's files and yield a reader for each tensor, by name. The readers dequantise
-    quantised tensors. Raises `SetupError` for GGUF and for damaged files."""
-    spec, config = description.spec, description.module.config
-    if is_gguf(description.place):
-        raise SetupError(f"{spec.name} is a GGUF file, which holds no draft")
-    with open_checkpoint(description.place, spec.allow_pickle) as stored:
-        tensors = _of_module(description, stored)
-        if quantisation(config) is not None:
-            settings = config.quantization_config
-            tensors = dequantised(tensors, settings, description.dtype, spec.name)
-        yield _by_own_names(description, tensors)
-
-
-def _of_module(description: Unfilled, tensors: dict[str, Read]) -> dict[str, Read]:
-    """Return the readers of the tensors that belong to the model, still by their names in the file:
-    a quantisation's config uses these."""
-    names = description.names
-    if names is None:
-        return tensors
-    return {name: read for name, read in tensors.items() if names.own(name) is not None}
-
-
 Field = TypeVar("Field")
+
+
+def _of_module(description: Unfilled, fields: dict[str, Field]) -> dict[str, Field]:
+    """Leave out the tensors of other modules, but keep the file's names: a quantisation's config
+    uses these."""
+    return {name: field for name, field in fields.items() if description.own(name) is not None}
 
 
 def _by_own_names(description: Unfilled, fields: dict[str, Field]) -> dict[str, Field]:
     """Rename tensors that belong to the model as in the module, and leave out all others. If
     `description.names` is None, return all unchanged."""
-    names = description.names
-    if names is None:
-        return fields
-    return {own: field for name, field in fields.items() if (own := names.own(name)) is not None}
+    found = {description.own(name): field for name, field in fields.items()}
+    return {name: field for name, field in found.items() if name is not None}
 
 
 ReadWeight = Callable[[Part | None], torch.Tensor | Stored]
@@ -210,7 +194,10 @@ def _fill(
     a view of the embedding. transformers' own initialisation fills tensors that the source lacks.
     """
     module, shards = description.module, description.shards
-    exact = _exact_names(module, description.dtype)
+    # The family keeps tensors of these names, such as routers' biases, in float32.
+    plan = module._get_dtype_plan(description.dtype).items()
+    globs = [glob.replace("*", ".*") for glob, kept in plan if kept == torch.float32]
+    exact = re.compile("|".join(globs)) if globs else None
     done: dict[int, torch.Tensor] = {}
     by_name: dict[str, torch.Tensor] = {}
     with torch.no_grad():
@@ -278,13 +265,6 @@ def _stored(module: Any) -> list[tuple[str, Any, str, torch.Tensor]]:
         prefix, _, leaf = name.rpartition(".")
         found.append((name, module.get_submodule(prefix), leaf, tensor))
     return found
-
-
-def _exact_names(module: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """Return a pattern for the names of tensors that the family keeps in float32, such as routers'
-    biases, or None if there are none."""
-    globs = [glob for glob, kept in module._get_dtype_plan(dtype).items() if kept == torch.float32]
-    return re.compile("|".join(glob.replace("*", ".*") for glob in globs)) if globs else None
 
 
 def _checkpoint_source(

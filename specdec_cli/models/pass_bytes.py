@@ -12,12 +12,11 @@ from specdec_kernels.linear.tile_tables import STORED_ROWS
 from specdec_cli.core.kv_cache import LayerShape
 from specdec_cli.core.live_bytes import LiveBytes
 from specdec_cli.models.attention import Recorder, attach
-from specdec_cli.models.fused import is_fusable
 from specdec_cli.models.fused_layer import (
-    ExpertSizes,
     Family,
     dense_mlp,
-    fusable_family,
+    expert_sizes,
+    family_of,
     has_experts,
     matrices,
 )
@@ -31,19 +30,12 @@ class PassShapes(NamedTuple):
 
     shape: the cache shape of a layer.
     ranks: the number of ranks that share the model.
-    num_features: the number of layers whose hidden states passes return.
     """
 
     module: Any
     shape: LayerShape
     dtype: torch.dtype
     ranks: int
-    num_features: int
-
-    def hidden_bytes(self, tokens: int) -> int:
-        """Return the bytes of the hidden states [T, L * H] that a pass keeps and returns."""
-        numbers = tokens * self.num_features * int(self.module.config.hidden_size)
-        return numbers * self.dtype.itemsize
 
 
 def peak_bytes(
@@ -55,29 +47,40 @@ def peak_bytes(
     # With several ranks, this rank's part of the logits, the gathered parts of all ranks and the
     # joined logits are in memory at the same time, so allow three times the size of the logits.
     logits = logit_rows * int(model.module.config.vocab_size) * (1 if model.ranks == 1 else 3)
-    if is_compiled or not is_fusable(model.module):
-        inside = max(_live_bytes(model, tokens), logits * itemsize)
-        return model.hidden_bytes(tokens) + inside
-    layer, plain = _fused_layer(model, tokens), _plain_numbers(model, tokens)
+    family = family_of(model.module)
+    if is_compiled or family is None:
+        return max(_live_bytes(model, tokens), logits * itemsize)
+    plain, shape = _plain_numbers(model, tokens, family), model.shape
+    hidden = int(model.module.config.hidden_size)
+    # The number of values per token that a fused layer keeps in memory: during the whole layer
+    # (`common`), during attention, and during the MLP.
+    mixed = int(model.module.model.layers[0].self_attn.q_proj.out_features)
+    qkv = mixed + shape.num_kv_heads * (shape.key_dim + shape.value_dim)
+    # With norms over all heads, query and key exist both as separate tensors and joined.
+    normed = 2 * qkv if family.norms_all_heads else 0
+    # A post-norm's output takes memory beside the sum to which it is added.
+    streams = hidden * (4 if family.has_post_norms else 3)
+    common = 2 * num_turns(model.module) * shape.key_dim + hidden
+    mlp = _mlp_numbers(model, tokens, streams, family)
     if gathers:
+        # qkv and its rotated copy; then queries, keys, values and two copies of the result, counted
+        # as if keys and values had as many heads as queries.
+        attention = hidden + 2 * qkv + max(5 * mixed, normed)
         # In prefill on CUDA, the allocator does not reuse the memory of attention for the MLP or
         # the logits, so add up all three.
-        numbers = tokens * (layer.common + layer.gathered + layer.mlp) + plain + logits
-    else:
-        inside = max(layer.attention, layer.mlp)
-        numbers = max(tokens * (layer.common + inside) + plain, logits)
-    return model.hidden_bytes(tokens) + numbers * itemsize
+        return (tokens * (common + attention + mlp) + plain + logits) * itemsize
+    attention = max(hidden + qkv + max(2 * mixed, normed), mixed + streams)
+    return max(tokens * (common + max(attention, mlp)) + plain, logits) * itemsize
 
 
-def _plain_numbers(model: PassShapes, tokens: int) -> int:
-    """Return the largest number of quantised values that one matmul, or one layer's experts,
-    dequantises at once."""
-    config, family, found = model.module.config, fusable_family(model.module), 0
+def _plain_numbers(model: PassShapes, tokens: int, family: Family) -> int:
+    """Return the most quantised values that one matmul, or one layer's experts, dequantises."""
+    config, found = model.module.config, 0
     for layer in model.module.model.layers:
         if tokens > STORED_ROWS:
             found = max(found, *map(_stored_numbers, matrices(layer)))
         if has_experts(layer) and tokens > FEW_TOKENS:
-            count, chosen, _ = ExpertSizes.of(layer, config, family)
+            count, chosen, _ = expert_sizes(layer, config, family)
             if choose_group_tiles(tokens, chosen, count, 2, way="stored") is None:
                 found = max(found, _stored_numbers(layer.mlp.experts.parameters()))
     return found
@@ -85,42 +88,6 @@ def _plain_numbers(model: PassShapes, tokens: int) -> int:
 
 def _stored_numbers(parameters: Iterable[Any]) -> int:
     return sum(p.numel() for p in parameters if isinstance(p, StoredParameter))
-
-
-class _LayerNumbers(NamedTuple):
-    """The number of values per token that a fused layer keeps in memory.
-
-    common: during the whole layer.
-    attention: during attention, in passes other than prefill.
-    gathered: during attention in prefill.
-    mlp: during the MLP.
-    """
-
-    common: int
-    attention: int
-    gathered: int
-    mlp: int
-
-
-def _fused_layer(model: PassShapes, tokens: int) -> _LayerNumbers:
-    family = fusable_family(model.module)
-    layer = model.module.model.layers[0]
-    hidden = int(model.module.config.hidden_size)
-    mixed = int(layer.self_attn.q_proj.out_features)
-    shape = model.shape
-    qkv = mixed + shape.num_kv_heads * (shape.key_dim + shape.value_dim)
-    # With norms over all heads, query and key exist both as separate tensors and joined.
-    normed = 2 * qkv if family.norms_all_heads else 0
-    # A post-norm's output takes memory beside the sum to which it is added.
-    streams = hidden * (4 if family.has_post_norms else 3)
-    return _LayerNumbers(
-        common=2 * num_turns(model.module) * shape.key_dim + hidden,
-        attention=max(hidden + qkv + max(2 * mixed, normed), mixed + streams),
-        # qkv and its rotated copy; then queries, keys, values and two copies of the result, counted
-        # as if keys and values had as many heads as queries.
-        gathered=hidden + 2 * qkv + max(5 * mixed, normed),
-        mlp=_mlp_numbers(model, tokens, streams, family),
-    )
 
 
 def _mlp_numbers(model: PassShapes, tokens: int, streams: int, family: Family) -> int:
@@ -136,7 +103,7 @@ def _mlp_numbers(model: PassShapes, tokens: int, streams: int, family: Family) -
         # A rank also keeps its partial sum over the experts, and the norm of that sum.
         streams += 2 * hidden
     for layer in filter(has_experts, layers):
-        count, chosen, inner = ExpertSizes.of(layer, config, family)
+        count, chosen, inner = expert_sizes(layer, config, family)
         # For each expert that a token chooses, memory holds the input, the gate and up projections,
         # the gated product, and the result. The clamped activation runs as several torch
         # operators, and each allocates its result. An fp32 value counts as two 16-bit values.

@@ -77,12 +77,13 @@ def scaled(names: Iterable[str]) -> dict[str, str]:
 
 def _matrices(
     names: Collection[str], scheme: Scheme, model: str
-) -> dict[str, tuple[Matrices, Names]]:
+) -> tuple[dict[str, tuple[Matrices, Names]], list[str]]:
     """Find the quantised matrices of a file.
 
     Returns a dict whose keys are the matrices' names after dequantisation. Each value is the group
     of the config to which the matrix belongs, and the names of the matrix's tensors in the file.
-    Raises `SetupError` if the file and the config contradict each other.
+    Also returns the names of all other tensors. Raises `SetupError` if the file and the config
+    contradict each other.
     """
     found: dict[str, tuple[Matrices, Names]] = {}
     held = {matrix: (PLAIN, scales) for scales, matrix in scaled(names).items()}
@@ -112,18 +113,19 @@ def _matrices(
             stem = name.removesuffix(how)
             own = {word: stem + ending for word, ending in _PARTS[group.form].items()}
         found[matrix] = group, {word: part for word, part in own.items() if part in names}
-    _check_rest(names, found, model)
-    return found
+    used = {part for _, own in found.values() for part in own.values()}
+    rest = [name for name in names if name not in used]
+    _check_rest(names, rest, found, model)
+    return found, rest
 
 
 def _check_rest(
-    names: Collection[str], found: dict[str, tuple[Matrices, Names]], model: str
+    names: Collection[str], rest: list[str], found: dict[str, tuple[Matrices, Names]], model: str
 ) -> None:
     """Raise `SetupError` if a quantised matrix has an unknown tensor, or if activations have scales
     that would have to divide them."""
-    used = {part for _, own in found.values() for part in own.values()}
     paths = {matrix.rpartition(".")[0] for matrix in found if matrix.endswith(".weight")}
-    rest = [n for n in names if n not in used and not n.endswith(".bias")]
+    rest = [n for n in rest if not n.endswith(".bias")]
     known = _OF_ACTIVATIONS + _OF_CACHES
     if any(group.form == AWQ for group, _ in found.values()):
         # AWQ moves scales from a matrix into the activation before it, if no norm or matrix can
@@ -152,9 +154,8 @@ def fields_of(tensors: dict[str, Read], scheme: Scheme, model: str) -> Fields:
     layout of their number type. Unquantised tensors are read as they are. The readers raise a
     `SetupError` that names the tensor if it does not fit.
     """
-    found = _matrices(tensors.keys(), scheme, model)
-    used = {part for _, own in found.values() for part in own.values()}
-    fields = Fields({n: read for n, read in tensors.items() if n not in used}, {}, {}, {})
+    found, rest = _matrices(tensors.keys(), scheme, model)
+    fields = Fields({name: tensors[name] for name in rest}, {}, {}, {})
     kinds: dict[Matrices, torch.dtype] = {}
     for matrix, (group, names) in found.items():
         own = {word: tensors[name] for word, name in names.items()}
@@ -408,9 +409,8 @@ def changes_nothing(name: str, read: Read) -> bool:
 def plain_names(names: Collection[str], settings: Settings, model: str) -> list[str]:
     """Return the names of a quantised checkpoint's tensors after dequantisation. Raises the same
     errors as `fields_of`."""
-    found = _matrices(names, scheme_of(settings, model), model)
-    used = {part for _, own in found.values() for part in own.values()}
-    return [*(name for name in names if name not in used), *found]
+    found, rest = _matrices(names, scheme_of(settings, model), model)
+    return [*rest, *found]
 
 
 def dequantised(

@@ -216,10 +216,11 @@ def _in_folder(name: str, folder: Path, file: str | None) -> Path:
     files = [path for kind in (*_WEIGHTS, *_PICKLES) for path in folder.glob(kind)]
     if has_config and any(not path.name.startswith(_NO_WEIGHTS) for path in files):
         if is_adapter:
-            told = (
+            _log.warning(
                 "%s has an adapter beside its weights (adapter_config.json), which is not applied: "
+                "merge it into them, or take it out of the folder",
+                name,
             )
-            _log.warning(told + "merge it into them, or take it out of the folder", name)
         return folder
     found = chosen(name, [path.name for path in folder.glob("*.gguf")], None)
     if found is not None:

@@ -37,12 +37,6 @@ def turns_of(module: Any, max_len: int) -> tuple[Tensor, Tensor, list[int]]:
     return cos, sin, [distinct.index(kind) for kind in kinds]
 
 
-def turned_features(module: Any) -> int:
-    """Return the number of features per head that a loaded model's rotary embedding rotates."""
-    cos, _ = table_of(module.model.rotary_emb, (), module.dtype, module.device, 1)
-    return int(cos.shape[1])
-
-
 def num_turns(module: Any) -> int:
     """Return how many different rotary embeddings a fusable model has. It may be on the meta
     device."""
@@ -79,14 +73,16 @@ def table_of(
     return torch.cat([cos[0] for cos, _ in parts]), torch.cat([sin[0] for _, sin in parts])
 
 
-def turn_whole_heads(module: Any, turned: int) -> None:
+def turn_whole_heads(module: Any) -> None:
     """Reorder the features of queries and keys of a loaded model that rotates only the first
-    `turned` features of a head, and widen its tables of cosines and sines to whole heads.
+    features of a head, and widen its tables of cosines and sines to whole heads.
 
     Queries and keys are reordered in the same way, so the results of attention do not change.
     Cached keys have the new order.
     """
     head_dim = int(module.model.layers[0].self_attn.head_dim)
+    cos, _ = table_of(module.model.rotary_emb, (), module.dtype, module.device, 1)
+    turned = cos.shape[1]
     if turned == head_dim:
         return
     order = order_of(head_dim, turned).to(module.device)

@@ -73,15 +73,14 @@ def choose_form(
         else:
             storages = dict(_asked_storages(module, spec, place, scheme))
         problems = _hold_as_stored(module, storages, shards, spec.name)
-        if header is not None and not (problems or stored_parameters(module)):
-            reason = f"none of its matrices is {' or '.join(KEPT)}; other forms are dequantised"
-        elif not problems:
+        if not problems and (header is None or stored_parameters(module)):
             return
-    if reason is None:
-        if is_asked:
-            raise next(iter(problems.values()))
-        first = next(iter(problems.values())).message
-        reason = f"{len(problems)} matrices do not fit; the first: {first}"
+        reason = f"none of its matrices is {' or '.join(KEPT)}; other forms are dequantised"
+        if problems:
+            first = next(iter(problems.values()))
+            if is_asked:
+                raise first
+            reason = f"{len(problems)} matrices do not fit; the first: {first.message}"
     if is_asked:
         raise UsageError(f"{spec.role}.weights: {wanted} does not suit {spec.name}: {reason}")
     _log.warning("weights of %s are dequantised: %s", spec.name, reason)
@@ -258,7 +257,7 @@ def quantised(held: StoredParameter, numbers: Tensor, part: Part | None) -> Stor
     """Quantise a weight and return this rank's part of it. numbers: the values of the whole weight,
     in the shape of the parameter. part: None returns the whole weight."""
     whole = held.stored_as.quantised(numbers.transpose(1, 2) if held.is_transposed else numbers)
-    return whole if part is None else part_of(whole, stored_part(held, part))
+    return part_of(whole, held, part)
 
 
 def stored_parameters(module: Any) -> dict[str, StoredParameter]:
@@ -267,8 +266,13 @@ def stored_parameters(module: Any) -> dict[str, StoredParameter]:
     return {name: p for name, p in found if isinstance(p, StoredParameter)}
 
 
-def part_of(whole: Stored, part: Part) -> Stored:
-    """Return this rank's part of a stored weight."""
+def part_of(whole: Stored, held: StoredParameter, part: Part | None) -> Stored:
+    """Return this rank's part of a stored weight; all of it if `part` is None."""
+    if part is None:
+        return whole
+    part = stored_part(held, part)
+    if whole.shape != part.shape:
+        raise WrongShape(whole.shape)
     size = part.shape[part.dim] // part.blocks
     cut = whole.columns if part.dim == len(part.shape) - 1 else whole.rows
     found = [
@@ -283,14 +287,4 @@ def stored_reader(read_whole: Callable[[], Stored], held: StoredParameter) -> Re
     It raises the same errors as `read_whole`, and `WrongShape` if the weight does not have the
     shape from which the part is taken.
     """
-
-    def read(part: Part | None = None) -> Stored:
-        whole = read_whole()
-        if part is None:
-            return whole
-        part = stored_part(held, part)
-        if whole.shape != part.shape:
-            raise WrongShape(whole.shape)
-        return part_of(whole, part)
-
-    return read
+    return lambda part: part_of(read_whole(), held, part)

@@ -55,7 +55,10 @@ class PretrainedTokenizer:
         self._tokenizer = tokenizer
         self._name = name
         self._skips = True  # whether decoded text leaves out special tokens
-        steps = _steps_of(tokenizer)
+        # The steps of each part, as in tokenizer.json. A tokenizer in pure Python has no parts.
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        parts = {name: getattr(backend, name, None) for name in _PARTS}
+        steps = {n: json.loads(p.__getstate__()) for n, p in parts.items() if p is not None}
         growths = {part: growth_of(found, part) for part, found in steps.items()}
         self._growth = math.prod(n for part, n in growths.items() if part != "decoder")
         if (growth := growths.get("decoder", 1)) > 1:
@@ -315,14 +318,6 @@ def _needs_code(name: str) -> SetupError:
         f"the tokenizer of {name} needs code from its own repository",
         "pass --trust-remote-code if you trust it",
     )
-
-
-def _steps_of(tokenizer: Any) -> dict[str, Any]:
-    """Return the steps of each part of a tokenizer, by the part's name, in the form in which
-    tokenizer.json describes them. A tokenizer in pure Python has no such parts."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    parts = {name: getattr(backend, name, None) for name in _PARTS}
-    return {n: json.loads(part.__getstate__()) for n, part in parts.items() if part is not None}
 
 
 def at_moment(template: str, moment: datetime) -> str:

@@ -190,25 +190,21 @@ def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, Read]:
     except (SafetensorError, OSError) as problem:
         raise _damaged(file, problem) from None
 
-    def reader(name: str) -> Read:
-        def read(part: Part | None = None) -> torch.Tensor:
-            try:
-                tensor: torch.Tensor
-                if part is None or part.blocks > 1:
-                    tensor = same(handle.get_tensor(name), part)
-                else:
-                    stored = handle.get_slice(name)
-                    if tuple(stored.get_shape()) != part.shape:
-                        raise WrongShape(tuple(stored.get_shape()))
-                    places = [slice(None)] * part.dim + [slice(part.start, part.stop)]
-                    tensor = stored[tuple(places)]
-            except (SafetensorError, OSError) as problem:
-                raise _damaged(file, problem) from None
-            return tensor
+    return {name: partial(_read_safetensors, file, handle, name) for name in handle.keys()}
 
-        return read
 
-    return {name: reader(name) for name in handle.keys()}
+def _read_safetensors(file: Path, handle: Any, name: str, part: Part | None = None) -> torch.Tensor:
+    try:
+        if part is None or part.blocks > 1:
+            return same(handle.get_tensor(name), part)
+        stored = handle.get_slice(name)
+        if tuple(stored.get_shape()) != part.shape:
+            raise WrongShape(tuple(stored.get_shape()))
+        places = [slice(None)] * part.dim + [slice(part.start, part.stop)]
+        tensor: torch.Tensor = stored[tuple(places)]
+    except (SafetensorError, OSError) as problem:
+        raise _damaged(file, problem) from None
+    return tensor
 
 
 def _open_pickle(file: Path) -> dict[str, Read]:

@@ -252,7 +252,7 @@ def test_mimo_s_file_tells_the_number_of_its_modules(mimo: Path, tmp_path: Path)
     [
         ("eh_proj.weight", r"has shape \[64, 64\] .* \[64, 128\]"),
         ("self_attn.o_proj.weight", r"has shape \[64, 32\] .* \[64, 64\]"),
-        ("hnorm.weight", "is torch.int8, which is quantised"),
+        ("hnorm.weight", "is quantised, but config.json does not say how"),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_refused_by_its_name(
@@ -578,8 +578,7 @@ def test_all_that_a_module_holds_on_a_cpu_is_counted(
     found = planned(tmp_path, 2, target__load_format="dummy", target__dtype=dtype)
     assert found.draft is not None
     _, held = weight_bytes(load_models(found))
-    norms = 2048 * len(found.draft.layers)  # dummy modules hold two norms as one
-    assert held == pytest.approx(found.draft.loaded_bytes(is_compiled=False), abs=norms)
+    assert held == pytest.approx(found.draft.loaded_bytes(is_compiled=False), abs=256)
 
 
 def test_a_head_of_a_module_s_own_is_held_in_copies_only(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_ranks_hold_their_parts(family: str, group: tuple[int, int], tmp_path: P
             assert ours is not None and theirs is not None
             plain = theirs.plain(torch.float32)
             if name in parts:
-                assert torch.equal(part_of(theirs, parts[name]).codes, ours.codes)
+                assert torch.equal(part_of(theirs, whole[name], parts[name]).codes, ours.codes)
                 plain = parts[name].of(plain)
             assert torch.equal(ours.plain(torch.float32), plain), name
         assert about.weight_bytes < described(folder).weight_bytes

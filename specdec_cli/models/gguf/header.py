@@ -111,7 +111,7 @@ class _HeaderReader:
         self.fits(keys, 13, "keys", _MOST_KEYS)
         values: dict[str, Any] = {}
         for _ in range(keys):
-            key = self.name("a key")
+            key = self.text("a key", _NAME_BYTES)
             if key in values:
                 raise ValueError(f"it has the key {one_line(key)} twice")
             (kind,) = self.numbers("I", one_line(key))
@@ -119,7 +119,7 @@ class _HeaderReader:
         self.fits(tensors, 32, "tensors", _MOST_TENSORS)
         entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(tensors):
-            name = self.name("a tensor's name")
+            name = self.text("a tensor's name", _NAME_BYTES)
             if name in entries:
                 raise ValueError(f"it has the tensor {one_line(name)} twice")
             entries[name] = self.entry(one_line(name))
@@ -158,9 +158,6 @@ class _HeaderReader:
             return self.take(length, what).decode()
         except UnicodeDecodeError:
             raise ValueError(f"{what} is not UTF-8 text") from None
-
-    def name(self, what: str) -> str:
-        return self.text(what, _NAME_BYTES)
 
     def value(self, kind: int, what: str) -> Any:
         if kind in _SCALARS:

@@ -26,18 +26,8 @@ from specdec_cli.models.weights import Part, Read, WrongShape
 from specdec_cli.text import one_line, shown
 
 # Maps the names of architectures in GGUF files to transformers' names for the same families.
-FROM_GGUF = {
-    "llama": "llama",
-    "mistral": "mistral",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3",
-    "phi3": "phi3",
-    "qwen2moe": "qwen2_moe",
-    "qwen3moe": "qwen3_moe",
-    "minimax-m2": "minimax_m2",
-}
+FROM_GGUF = {name: name for name in "llama mistral qwen2 qwen3 gemma2 gemma3 phi3".split()}
+FROM_GGUF |= {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "minimax-m2": "minimax_m2"}
 _NAMED_LIKE = {"mistral": "llama"}  # the gguf package has no tensor names for mistral
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
 _PLAIN |= {"BF16": torch.bfloat16}
@@ -316,10 +306,7 @@ def _plain(content: np.ndarray[Any, Any], kind: str, number: int) -> torch.Tenso
 def is_undone(kind: int) -> bool:
     """Return True if the gguf package can dequantise a type. To find out, dequantise a block of
     zeros."""
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)][1]
     with suppress(NotImplementedError):
-        _plain(np.zeros(nbytes, np.uint8), "", kind)
+        _plain(np.zeros(block_bytes(kind), np.uint8), "", kind)
         return True
     return False

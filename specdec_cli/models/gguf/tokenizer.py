@@ -139,20 +139,15 @@ def _backend(architecture: str, vocabulary: dict[str, Any]) -> Any:
             ) from None
         vocabulary.setdefault("add_prefix_space", False)
     else:
-        _check_known(vocabulary)
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+        # In place of a pre-tokenizer that it does not know, transformers would use GPT-2's.
+        named = vocabulary["pre_tokenizer_type"]
+        known = {*GGUF_PRE_TOKENIZER_SPLITS, *_AS_GPT2, *_DIGITS_APART}
+        if vocabulary["tokenizer_type"] == _BYTE_LEVEL and named not in known:
+            raise ValueError(f"its pre-tokenizer {shown(named)} is not supported")
     backend, _ = convert_gguf_tokenizer(architecture, dict(vocabulary))
     return backend
-
-
-def _check_known(vocabulary: dict[str, Any]) -> None:
-    """Raise `ValueError` if transformers does not know the model's pre-tokenizer. It would use
-    GPT-2's instead."""
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-
-    named = vocabulary["pre_tokenizer_type"]
-    known = {*GGUF_PRE_TOKENIZER_SPLITS, *_AS_GPT2, *_DIGITS_APART}
-    if vocabulary["tokenizer_type"] == _BYTE_LEVEL and named not in known:
-        raise ValueError(f"its pre-tokenizer {shown(named)} is not supported")
 
 
 def _cut_as_named(backend: Any, named: str | None) -> None:

@@ -140,12 +140,6 @@ class HeadConfig:
         return int(self.body.hidden_size)
 
     @property
-    def lends(self) -> frozenset[str]:
-        """The weights that may be borrowed from the target if the checkpoint lacks them."""
-        has_all_ids = self.draft_vocab_size == self.vocab_size
-        return frozenset({EMBEDDING, HEAD} if has_all_ids else {EMBEDDING})
-
-    @property
     def facts(self) -> dict[str, str]:
         """More facts about the head for the record of a run. The keys are titles, the values are
         descriptions."""

@@ -15,7 +15,7 @@ import torch
 
 from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.errors import SetupError
-from specdec_cli.models.heads.base import EMBEDDING, HeadConfig, HeadWeights
+from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadConfig, HeadWeights
 from specdec_cli.models.quantised import dequantised
 from specdec_cli.models.weights import Part, Read, WrongShape, open_checkpoint
 from specdec_cli.text import counted, one_line
@@ -142,8 +142,9 @@ def _check_names(
 ) -> None:
     """Raise `SetupError` for tensors that are unknown, or that are missing and cannot be
     borrowed."""
-    missing = sorted(wanted.keys() - found.keys() - (config.lends & lent.keys()))
     reduced = config.draft_vocab_size < config.vocab_size
+    lends = {EMBEDDING} if reduced else {EMBEDDING, HEAD}
+    missing = sorted(wanted.keys() - found.keys() - (lends & lent.keys()))
     if reduced and "d2t" not in found:
         missing.append("d2t")
     if missing:

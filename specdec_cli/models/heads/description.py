@@ -15,9 +15,9 @@ from specdec_kernels import ops
 
 from specdec_cli.core.kv_cache import KVCache, LayerShape, block_bytes
 from specdec_cli.core.parallel import Groups, TensorParallel
-from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.errors import SetupError
 from specdec_cli.models.description import DraftPlace
-from specdec_cli.models.draft import Passes, Reading
+from specdec_cli.models.draft import OnCompile, Passes, Reading
 from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadConfig, HeadWeights
 from specdec_cli.models.heads.checkpoint import (
     borrowed_by,
@@ -169,15 +169,10 @@ class HeadDescription:
         return tokens * row * self.dtype.itemsize
 
     def load(
-        self,
-        target: PagedModel,
-        groups: Groups,
-        block_size: int,
-        on_compile: Callable[[str], None] | None = None,
+        self, target: PagedModel, groups: Groups, block_size: int, on_compile: OnCompile = None
     ) -> PagedHead | None:
         """Load the weights and return the head, or None on a rank that holds no part of it. All of
-        the target's ranks must call this, because the target's output matrix may have to be
-        gathered."""
+        the target's ranks must call this, because its output matrix may have to be gathered."""
         device, config = self.device, self.config
         lent = _lent_by(target.module) if self.borrows else {}
         if self.gathers_head:
@@ -209,13 +204,9 @@ def describe_head(
     read: a function that returns the head's config, given its name, its folder and the number of
     the target's layers. make: a function that makes the head from its weights. bind: a function
     that binds the head to a cache. Raises a `SetupError` that names the key or tensor that does not
-    fit, `UsageError` for weights in fp8, and the errors of `read`.
+    fit, and the errors of `read`.
     """
     spec, target, parallel = place.spec, place.target, place.parallel
-    if spec.weights == "fp8":
-        raise UsageError(
-            f"{spec.role}.weights: fp8 does not suit {spec.name}: heads run on plain weights"
-        )
     folder = place_of(spec)
     settings = target.module.config
     num_layers = int(settings.num_hidden_layers)

@@ -106,6 +106,9 @@ class HeadSettings:
         if activation not in _ACTIVATIONS:
             told = "only silu and gelu_pytorch_tanh are supported"
             raise self.bad("hidden_act", activation, told)
+        eps = body.get("rms_norm_eps", 1e-6)
+        if not isinstance(eps, int | float) or not 0 < eps < 1:
+            raise self.bad("rms_norm_eps", eps, "it must be a number between 0 and 1")
         # transformers refuses a hidden size that is not a multiple of the number of heads, so pass
         # one that is, and set the real size below.
         found = CONFIGS[body["model_type"]](
@@ -116,7 +119,7 @@ class HeadSettings:
             head_dim=head_dim,
             intermediate_size=self.count(body, "intermediate_size"),
             hidden_act=_ACTIVATIONS[activation],
-            rms_norm_eps=self._eps(),
+            rms_norm_eps=float(eps),
             rope_parameters=self._rope(),
             max_position_embeddings=self.count(body, "max_position_embeddings", 2048),
             attention_bias=bool(body.get("attention_bias", False)),
@@ -150,12 +153,6 @@ class HeadSettings:
             raise self.bad("rope_theta", base, "it must be a number above 0")
         rope["rope_theta"] = float(base)
         return rope
-
-    def _eps(self) -> float:
-        eps = self.body.get("rms_norm_eps", 1e-6)
-        if not isinstance(eps, int | float) or not 0 < eps < 1:
-            raise self.bad("rms_norm_eps", eps, "it must be a number between 0 and 1")
-        return float(eps)
 
     def refuse_late_windows(self) -> None:
         """Raise `SetupError` if layers have a sliding window without `layer_types`: those from

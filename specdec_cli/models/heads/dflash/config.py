@@ -23,16 +23,14 @@ from specdec_cli.text import shown
 _KINDS = "qwen3", "llama", None
 _HARMLESS = re.compile(r"(^|[.])rotary_emb[.]|^verifier_")
 MARKOV_EMBEDDING, MARKOV_OUT = (f"markov_head.markov_w{i}.weight" for i in (1, 2))
-# Some Markov types read the hidden state as well as the previous token. They have an extra
-# projection, whose tensors have these names (without `.weight` or `.bias`).
-MARKOV_JOINT = {"gated": "markov_head.gate_proj", "rnn": "markov_head.joint_proj"}
 CONFIDENCE = "confidence_head.proj"
-# For each Markov type, a function that returns the shape of the extra projection, given the width
-# of the Markov head's embedding and the hidden width. The shape is empty if the type has none.
-MARKOV_TYPES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
-    "vanilla": lambda rank, width: (),
-    "gated": lambda rank, width: (rank, width + rank),
-    "rnn": lambda rank, width: (3 * rank, 2 * rank + width),
+# Some Markov types read the hidden state as well as the previous token. They have an extra
+# projection: the name of its tensors (without `.weight` or `.bias`), and its shape, given the width
+# of the Markov head's embedding and the hidden width.
+MARKOV_TYPES: dict[str, tuple[str, Callable[[int, int], tuple[int, ...]]] | None] = {
+    "vanilla": None,
+    "gated": ("markov_head.gate_proj", lambda rank, width: (rank, width + rank)),
+    "rnn": ("markov_head.joint_proj", lambda rank, width: (3 * rank, 2 * rank + width)),
 }
 # Keys that select variants of the network in some tools, each with the values that select the
 # standard network. All other values are refused. If the tuple is empty, the key must be missing.
@@ -133,9 +131,9 @@ class DFlashConfig(HeadConfig):
         if rank:
             found[MARKOV_EMBEDDING] = (self.vocab_size, rank)
             found[MARKOV_OUT] = (self.draft_vocab_size, rank)
-        if rank and (shape := MARKOV_TYPES[self.markov_type](rank, width)):
-            joint = MARKOV_JOINT[self.markov_type]
-            found |= {f"{joint}.weight": shape, f"{joint}.bias": shape[:1]}
+        if rank and (joint := MARKOV_TYPES[self.markov_type]) is not None:
+            name, shape = joint[0], joint[1](rank, width)
+            found |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
         if self.confidence_width:
             found[f"{CONFIDENCE}.weight"] = (1, self.confidence_width)
             found[f"{CONFIDENCE}.bias"] = (1,)

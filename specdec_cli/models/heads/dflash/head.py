@@ -23,8 +23,8 @@ from specdec_cli.models.heads.base import HeadWeights
 from specdec_cli.models.heads.dflash.config import (
     CONFIDENCE,
     MARKOV_EMBEDDING,
-    MARKOV_JOINT,
     MARKOV_OUT,
+    MARKOV_TYPES,
     DFlashConfig,
 )
 from specdec_cli.models.heads.net import LayeredHead
@@ -50,7 +50,7 @@ class MarkovHead:
     def __init__(self, config: DFlashConfig, tensors: Mapping[str, Tensor]) -> None:
         self.config = config
         self.embedding = tensors.get(MARKOV_EMBEDDING)
-        joint = MARKOV_JOINT.get(config.markov_type)
+        joint, _ = MARKOV_TYPES[config.markov_type] or (None, None)
         self.out, self.joint, self.confidence = (
             ops.pack_weight(tensors[name]) if name in tensors else None
             for name in (MARKOV_OUT, f"{joint}.weight", f"{CONFIDENCE}.weight")

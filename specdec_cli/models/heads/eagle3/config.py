@@ -235,7 +235,12 @@ def _read(
     class has."""
     settings = HeadSettings(kind.noun, name, raw, raw)
     with reading(kind.noun, name):
-        _refuse_other_kinds(settings)
+        nested = raw.get("eagle_config") or {}
+        if nested.get("use_aux_hidden_state") is False:
+            key = "eagle_config.use_aux_hidden_state"
+            raise settings.bad(key, False, "it is not an EAGLE-3 head")
+        if (steps := nested.get("parallel_draft_step") or 1) != 1:
+            raise settings.bad("eagle_config.parallel_draft_step", steps, "only 1 is supported")
         settings = replace(settings, body=_body(settings, dialect))
         if "mask_id" in own:
             settings.token_id(" or ".join(sign.key for sign in MASK), own["mask_id"])
@@ -261,14 +266,6 @@ def _read(
             ties_head=is_tied and has_all_ids and not any(stored),
             is_wide=dialect == "deepspec",
         )
-
-
-def _refuse_other_kinds(settings: HeadSettings) -> None:
-    nested = settings.raw.get("eagle_config") or {}
-    if nested.get("use_aux_hidden_state") is False:
-        raise settings.bad("eagle_config.use_aux_hidden_state", False, "it is not an EAGLE-3 head")
-    if (steps := nested.get("parallel_draft_step") or 1) != 1:
-        raise settings.bad("eagle_config.parallel_draft_step", steps, "only 1 is supported")
 
 
 def _body(settings: HeadSettings, dialect: Dialect) -> dict[str, Any]:

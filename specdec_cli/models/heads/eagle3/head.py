@@ -12,8 +12,6 @@ Legend: T packed rows, B slots, W maximum number of waiting rows, H width of the
 the features.
 """
 
-from typing import NamedTuple
-
 import torch
 from specdec_kernels import ops
 from torch import Tensor
@@ -88,21 +86,10 @@ class Eagle3Head(LayeredHead):
         return self.stack.run(start, batch, cache, beside)
 
 
-class Waiting(NamedTuple):
-    """The rows of accepted tokens that each slot's next pass will run over.
-
-    rows: [B, W, H], the fused features of the slot's last accepted tokens; the first `counts` rows
-    of a slot are valid.
-    counts: int64 [B], from 0 to W.
-    """
-
-    rows: torch.Tensor
-    counts: torch.Tensor
-
-
 class WaitingHead(PagedHead):
     """A P-EAGLE head over a paged cache. It also stores the rows that wait for each sequence's next
-    pass: `rows` [num_blocks, W, H] and `counts`, int64 [num_blocks]; see `Waiting`.
+    pass: `rows` [num_blocks, W, H], the fused features of its last accepted tokens, of which the
+    first `counts` are valid, int64 [num_blocks], from 0 to W.
 
     A sequence's entry is at the index of the cache block that holds the key of its last row. The
     entry therefore stays with the sequence's blocks, like `PagedHead.carry`. After prefill, the
@@ -155,11 +142,11 @@ class WaitingHead(PagedHead):
         self.counts.index_copy_(0, blocks, last + 1)
 
     @torch.inference_mode()
-    def waiting(self, state: BatchState, most: int) -> Waiting:
-        """Return the waiting rows of each slot, at most `most` per slot. A sequence of fewer than
-        two tokens has none."""
+    def waiting(self, state: BatchState, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the waiting rows of each slot, [B, most, H], and how many of them are valid, int64
+        [B]. A sequence of fewer than two tokens has none."""
         position = state.length - 2
         blocks = self._block_at(state, position)
         # A slot without a sequence may read an entry left by an earlier run, so clamp its count.
         counts = self.counts[blocks].clamp(0, most).masked_fill(position < 0, 0)
-        return Waiting(self.rows[blocks, :most], counts)
+        return self.rows[blocks, :most], counts

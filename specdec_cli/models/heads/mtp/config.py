@@ -192,7 +192,9 @@ def read_mtp_config(
         form = _MIMO
         if raw.get(key) is None:
             told += f", and its weights have no {form.layer.format(0)}eh_proj.weight"
-            count = _count(form, names) if names else _MIMO_COUNT
+            most = len(names) + 1
+            held = (n for n in range(most) if form.of(n).stored(PROJECTION) not in names)
+            count = next(held) if names else _MIMO_COUNT
     if type(count) is not int or count < 1:
         raise SetupError(
             f"config.json of {name} declares no MTP modules: {key} {told}",
@@ -212,14 +214,6 @@ def tensors_of_modules(name: str, place: Path, config: Any) -> re.Pattern[str] |
     numbers = "|".join(str(found.form.number + index) for index in range(found.count))
     layers = re.escape(found.form.layer).replace(r"\{\}", f"({numbers})")
     return re.compile(rf"^{layers}|^(model\.)?mtp\.")
-
-
-def _count(form: Form, names: Collection[str]) -> int:
-    """Return the number of modules in a file, given the names of its tensors."""
-    found = 0
-    while form.of(found).stored(PROJECTION) in names:
-        found += 1
-    return found
 
 
 def read_module_config(name: str, place: Path, config: Any, keys: MtpKeys) -> MtpConfig:

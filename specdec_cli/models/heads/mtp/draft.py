@@ -1,21 +1,22 @@
 """Describe MTP modules before their weights are read; see `models.draft.Draft`."""
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 from specdec_kernels import ops
+from torch import nn
 
 from specdec_cli.core.kv_cache import KVCache, LayerShape
 from specdec_cli.core.parallel import Groups, TensorParallel
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.conversion import converted
 from specdec_cli.models.description import Description, DraftPlace, describe_config
-from specdec_cli.models.draft import Passes, Reading
-from specdec_cli.models.fused import is_fusable
+from specdec_cli.models.draft import OnCompile, Passes, Reading
+from specdec_cli.models.fused_layer import family_of
 from specdec_cli.models.gate import quantisation
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.heads.mtp.chain import MtpChain
@@ -33,13 +34,13 @@ from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.models.held import StoredParameter, borrowed_weights, held_bytes
 from specdec_cli.models.hidden import check_hidden_layers
 from specdec_cli.models.kv_scales import cache_dtype, cache_note
-from specdec_cli.models.loader import load, open_tensors
+from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.resolve import place_of
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.weights import tensor_names, unread
 
-_OUTER = re.compile("^(eh_proj|enorm|hnorm|lm_head|model.embed_tokens)[.]")
+_BORROWED = re.compile("^(lm_head|model.embed_tokens)[.]")
 _SHARED = ("embeddings", "lm_head")
 
 
@@ -113,17 +114,11 @@ class MtpDraft:
         return self.body.captured_width
 
     @property
-    def outer_bytes(self) -> int:
-        """The number of bytes that one module's projection and its two norms take."""
-        width = self.config.hidden_size
-        return (2 * width * width + 2 * width) * self.dtype.itemsize
-
-    @property
     def weight_bytes(self) -> int:
-        return sum(body.weight_bytes + self.outer_bytes for body in self.bodies)
+        return sum(body.weight_bytes for body in self.bodies)
 
     def loaded_bytes(self, *, is_compiled: bool) -> int:
-        held = self.body.loaded_bytes(is_compiled=False) + self.outer_bytes
+        held = self.body.loaded_bytes(is_compiled=False)
         if self.body.device.type == "cpu":
             held += self._numbers_again * self.dtype.itemsize
         return held * len(self.bodies)
@@ -135,7 +130,7 @@ class MtpDraft:
         which such a module keeps only copies."""
         projection, head = 2 * self.config.hidden_size**2, self.body.module.lm_head.weight.numel()
         found = projection if all(ops.forms_of(projection, self.dtype)) else 0
-        if not is_fusable(self.body.module):
+        if family_of(self.body.module) is None:
             copies = sum(ops.forms_of(head, self.dtype))
             found += head * (copies if "lm_head" in self.body.shared else copies - 1)
         return found
@@ -197,11 +192,7 @@ class MtpDraft:
         return found
 
     def load(
-        self,
-        target: PagedModel,
-        groups: Groups,
-        block_size: int,
-        on_compile: Callable[[str], None] | None = None,
+        self, target: PagedModel, groups: Groups, block_size: int, on_compile: OnCompile = None
     ) -> PagedHead | MtpChain:
         assert groups.draft is not None, "every rank of the target holds a part"
         device, heads = self.body.device, list[PagedHead]()
@@ -211,36 +202,9 @@ class MtpDraft:
             module = load(body, device, borrowed_weights(body.module, target.module, body.shared))
             fused = body.paged(module, block_size).fused
             config = replace(self.config, index=index)
-            head = MtpHead(config, module, fused, self._outer(index), groups.draft)
+            head = MtpHead(config, module, fused, groups.draft)
             heads.append(PagedHead(head, cache, self.captured_width))
         return heads[0] if len(heads) == 1 else MtpChain(heads)
-
-    def _outer(self, index: int) -> dict[str, torch.Tensor]:
-        """Read a module's projection [H, 2H] and norms [H]. For dummy weights, draw the projection
-        at random and set the norms to 1. Returns the tensors by name."""
-        width, device, found = self.config.hidden_size, self.body.device, {}
-        wanted = {PROJECTION: (width, 2 * width), **dict.fromkeys(NORMS, (width,))}
-        if self.spec.load_format == "dummy":
-            generator = torch.Generator(device).manual_seed(index)
-            ones = torch.ones(width, dtype=self.dtype, device=device)
-            drawn = torch.empty(wanted[PROJECTION], dtype=self.dtype, device=device)
-            drawn.normal_(0.0, 0.02, generator=generator)
-            return {PROJECTION: drawn, **dict.fromkeys(NORMS, ones)}
-        with open_tensors(self.bodies[index]) as tensors:
-            for name, shape in wanted.items():
-                tensor, told = tensors[name](), self.config.form.of(index).stored(name)
-                if tuple(tensor.shape) != shape:
-                    raise SetupError(
-                        f"{told} of {self.spec.name} has shape {list(tensor.shape)} in the "
-                        f"weights, but its config requires {list(shape)}"
-                    )
-                if not tensor.is_floating_point() or tensor.element_size() == 1:
-                    raise SetupError(
-                        f"{told} of {self.spec.name} is {tensor.dtype}, which is quantised, but "
-                        "config.json does not say how"
-                    )
-                found[name] = tensor.to(device, self.dtype).contiguous()
-        return found
 
 
 def describe_mtp(place: DraftPlace) -> MtpDraft:
@@ -292,6 +256,10 @@ def _body(
         settings.quantization_config = config.quantisation
     own_spec = replace(spec, weights="dequantise", name=f"{spec.name} (MTP module {index})")
     body = describe_config(own_spec, folder, settings, target.device, place.parallel, form)
+    with torch.device("meta"):
+        width, dtype = config.hidden_size, body.dtype
+        body.module.eh_proj = nn.Linear(2 * width, width, bias=False, dtype=dtype)
+        body.module.enorm, body.module.hnorm = (nn.RMSNorm(width, dtype=dtype) for _ in NORMS)
     own = {own for name in names if (own := form.own(name)) is not None}
     if names:
         missing = {PROJECTION, *NORMS, "model.norm.weight"} - own
@@ -316,5 +284,5 @@ def _body(
     # A tied head that is split over ranks is not among the weights that the description counts.
     spared = {id(w): w for name, w in weights.items() if name not in body.shards.tied}
     saved = sum(map(held_bytes, spared.values()))
-    found = replace(body, shared=shared, shared_bytes=saved, draft_tensors=_OUTER)
+    found = replace(body, shared=shared, shared_bytes=saved, draft_tensors=_BORROWED)
     return found.within(place.max_model_len)

@@ -17,7 +17,7 @@ from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.models.attention import PagedAttention, attach
 from specdec_cli.models.fused import FusedForward
-from specdec_cli.models.heads.mtp.config import NORMS, PROJECTION, MtpConfig
+from specdec_cli.models.heads.mtp.config import MtpConfig
 from specdec_cli.models.heads.net import Head
 from specdec_cli.models.split_products import SplitProducts
 
@@ -37,13 +37,12 @@ class MtpHead(Head):
         config: MtpConfig,
         module: Any,
         fused: FusedForward | None,
-        tensors: dict[str, Tensor],
         parallel: TensorParallel,
     ) -> None:
         self.config, self.feeds_norm = config, config.keys.mtp_fed_back != "raw"
         self.eps = float(module.config.rms_norm_eps)
-        self.projection = ops.pack_weight(tensors[PROJECTION])
-        self.embedding_norm, self.hidden_norm = (tensors[name] for name in NORMS)
+        self.projection = ops.pack_weight(module.eh_proj.weight.data)
+        self.embedding_norm, self.hidden_norm = module.enorm.weight.data, module.hnorm.weight.data
         self.norm = module.model.norm.weight.data
         self.fused, self.decoder = fused, module.model
         for part in module.modules():
