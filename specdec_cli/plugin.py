@@ -13,6 +13,7 @@ recipe, since a plugin runs code.
 
 import hashlib
 import importlib.util
+import os
 import re
 import sys
 import traceback
@@ -150,7 +151,7 @@ def digests() -> dict[str, str]:
 def load(file: str) -> None:
     """Run a plugin file, at most once per process. Raises `UsageError` if it fails or registers
     nothing."""
-    path = Path(file).resolve()
+    path = Path(os.path.realpath(file))  # `resolve` fails at loops of symbolic links
     if path in LOADED:
         return
     try:

@@ -74,6 +74,7 @@ def compare_tp(
         asked, kept = resumed(asked, ComparisonSettings)
     resolved = with_draft(asked, kept).resolve(recipe_options(source) | {"repeats": repeats})
     asked.warn_of_unused(resolved, has_draft=asked.given.get("draft") is not None)
+    asked.warn_of_engine(resolved)
     if kept:
         target_tp = target_tp or ",".join(map(str, kept["target_tps"]))
         draft_tp = draft_tp or ",".join(map(str, kept["draft_tps"]))

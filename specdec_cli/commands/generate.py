@@ -58,7 +58,7 @@ def generate(
 
         k, urls = asked.given["num_speculative_tokens"], None if server is None else [server]
         named = servers.named(urls, None, None, None if k is None else [k], earlier)
-        asked.warn_of_servers(starts=False)
+    asked.warn_of_engine(resolved, asks=named is not None)
     if named is not None and check_lossless:
         told = "--check-lossless needs the target's logits, which a server does not return"
         raise UsageError(told, "leave it out, or use sweep-k --server, which compares texts")

@@ -29,6 +29,9 @@ _RUN, _OUTPUT = "Run", "Recipe and output"
 _K = "num_speculative_tokens"
 _METHOD = "speculation.method"
 _DRAFT_TP = "draft.tensor_parallel_size"
+_ENGINE = "engine.kind"
+_OF_REQUESTS = ("served_model", "start_timeout_s", "request_timeout_s", "retries")
+_READ_OF_RUNNING = [_ENGINE, *(f"engine.{name}" for name in _OF_REQUESTS)]  # with --server
 _SUCH_AS = {
     "--set": "--set sampling.top_p=0.9",
     "--template": "--template enable_thinking=false",
@@ -364,7 +367,9 @@ class Asked:
         choices: dict[str, Mapping[str, Any]]
         choices = {"method": METHODS, "acceptance": RULES, "length.policy": POLICIES}
         keys = [key for key, value in parse_sets(self.sets or ()).items() if value is not None]
-        keys += [key for one in recipes for key in _not_default(one)]
+        for one in recipes:
+            keys += _not_default("speculation", one.speculation)
+            keys += _not_default("speculation.length", one.speculation.length)
         for key in dict.fromkeys(keys):
             section, _, own = key.partition(".")
             readers = readers_of(own) if section == "speculation" else None
@@ -375,27 +380,32 @@ class Asked:
             if not any(name in names or choices[chooser][name].code for name in chosen):
                 yield key, f"speculation.{chooser} is {' or '.join(dict.fromkeys(chosen))}"
 
-    def warn_of_servers(self, *, starts: bool) -> None:
-        """Warn the user about options that have no effect on servers.
+    def warn_of_engine(
+        self, recipe: "specdec_cli.recipe.Recipe", *, asks: bool = False, starts: bool = False
+    ) -> None:
+        """Warn the user about options that have no effect on servers, if they decode, and about
+        keys of `engine` that are not read.
 
-        starts: whether the command starts the servers. If so, it passes them the settings of the
-            recipe's target, so --target-tp and --dtype do have an effect.
+        asks: whether a server decodes that is running already.
+        starts: whether the command starts the servers that decode. If so, it passes them the
+            settings of the recipe's target, so --target-tp and --dtype do have an effect.
         """
-        unsent = ["draft_tp", "device", "num_blocks", "block_size"]
-        unsent += [] if starts else ["target_tp", "dtype"]
+        unsent = ["draft_tp", "device", "num_blocks", "block_size"] if asks or starts else []
+        unsent += ["target_tp", "dtype"] if asks else []
         found = [OPTION_KEYS[name][0] for name in unsent if self.given.get(name) is not None]
-        if found and self.is_heard:
-            have = "has" if len(found) == 1 else "have"
-            typer.echo(f"warning: {', '.join(found)} {have} no effect on a server", err=True)
+        unread = [] if starts else _not_default("engine", recipe.engine)
+        keys = [key for key in unread if key not in (_READ_OF_RUNNING if asks else [_ENGINE])]
+        where = "on a server that is running" if asks else "without a server"
+        for names, told in ((found, "on a server"), (keys, where)):
+            if names and self.is_heard:
+                have = "has" if len(names) == 1 else "have"
+                typer.echo(f"warning: {', '.join(names)} {have} no effect {told}", err=True)
 
 
-def _not_default(recipe: "specdec_cli.recipe.Recipe") -> Iterator[str]:
-    """Yield the keys of `speculation` whose values are not the defaults."""
-    own = recipe.speculation
-    for prefix, section in (("speculation", own), ("speculation.length", own.length)):
-        for name, info in type(section).model_fields.items():
-            if getattr(section, name) != info.default:
-                yield f"{prefix}.{name}"
+def _not_default(prefix: str, section: Any) -> list[str]:
+    """Return the keys of a recipe's section whose values are not the defaults."""
+    fields = type(section).model_fields.items()
+    return [f"{prefix}.{name}" for name, info in fields if getattr(section, name) != info.default]
 
 
 def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -90,10 +90,12 @@ def profile_blocks(
         with waiting("estimating", quiet=asked.quiet), _naming_shapes():
             resolved, document = _estimated(asked, source, lists, rooms, context)
         asked.warn_of_unused(resolved, has_draft=has_draft, draft_tp=lists["draft_tp"][0])
+        asked.warn_of_engine(resolved)
         _show(document, resolved, asked)
         return
     resolved = asked.resolve(recipe_options(source) | next(_points(lists)))
     asked.warn_of_unused(resolved, has_draft=has_draft, draft_tp=lists["draft_tp"][0])
+    asked.warn_of_engine(resolved)
     with joined(asked.place, [resolved], lambda: _prompts(source, resolved, asked, context)) as (
         world,
         prompts,

@@ -106,7 +106,10 @@ def _warn_of_unused(asked: Asked) -> None:
     """Warn the user about keys of --set that choose rows of a file, if the prompts are from
     --prompt or standard input."""
     sets = options.parse_sets(asked.sets or ())
-    found = [key for key in sets if key.removeprefix("data.") in {*ABOUT_ROWS, "path"}]
+    if isinstance(whole := sets.pop("data", None), dict):
+        sets = {f"data.{key}": value for key, value in whole.items()} | sets
+    about_rows = {f"data.{key}" for key in (*ABOUT_ROWS, "path")}
+    found = [key for key, value in sets.items() if value is not None and key in about_rows]
     if found and asked.is_heard:
         have = "has" if len(found) == 1 else "have"
         told = f"warning: {', '.join(found)} {have} no effect on prompts of --prompt or a pipe"

@@ -4,6 +4,7 @@ Parses the command line; `specdec_cli.report` does the work. Does not need torch
 """
 
 import json
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -73,7 +74,7 @@ def report(
         )
     set_up_logging(verbose=verbose)
     if len(folders) > 1:
-        found = [folder.resolve() for folder in folders]
+        found = list(map(os.path.realpath, folders))  # `resolve` fails at loops of symbolic links
         if twice := next((f for i, f in enumerate(folders) if found[i] in found[:i]), None):
             raise UsageError(f"{twice} is given twice", "name each run folder once")
         if is_page or (formats is not None and "vllm" in chosen):

@@ -215,8 +215,7 @@ def sweep_k(
         sizes = sizes if load.max_concurrency is None else [load.max_concurrency]
     asked.warn_of_unused(*recipes, has_draft=bool(draft))
     serves = recipes[0].engine.kind != "native" and named is None
-    if named is not None or serves:
-        asked.warn_of_servers(starts=serves)
+    asked.warn_of_engine(recipes[0], asks=named is not None, starts=serves)
     if serve_args is not None and not serves:
         raise UsageError("--serve-args needs --serve")
     if serves:

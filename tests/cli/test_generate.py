@@ -282,7 +282,8 @@ def test_piped_prompts(run: Run, stdin: Any) -> None:
     [
         (("data.column=a",), "data.column has no effect"),
         (("data.limit=1", "data.path=gone.jsonl"), "data.limit, data.path have no effect"),
-        (("data.chat=off", "data.system=null"), None),
+        (("data={path: gone.jsonl, limit: 1, chat: off}",), "data.path, data.limit have no effect"),
+        (("data.chat=off", "data.system=null", "data.limit=null"), None),
     ],
 )
 def test_keys_of_a_file_are_told_beside_prompts_without_one(

@@ -1006,15 +1006,22 @@ def test_where_a_method_s_weights_are() -> None:
         plugin.method("lost", weights_from="target")(object)
 
 
-def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    found = specdec(capsys, "generate", "demo", *SHORT, "--plugin", tmp_path / "gone.py")
-    assert found.code == 2
-    assert "gone.py: cannot be read: No such file" in json.loads(found.out)["error"]["message"]
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("gone.py", "No such file or directory"),
+        ("pipe.py", "it is not a regular file"),
+        ("loop.py", "Too many levels of symbolic links"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, told: str
+) -> None:
     os.mkfifo(tmp_path / "pipe.py")
-    found = specdec(capsys, "generate", "demo", *SHORT, "--plugin", tmp_path / "pipe.py")
+    (tmp_path / "loop.py").symlink_to("loop.py")
+    found = specdec(capsys, "generate", "demo", *SHORT, "--plugin", tmp_path / name)
     assert found.code == 2
-    told = json.loads(found.out)["error"]["message"]
-    assert told.endswith("pipe.py: cannot be read: it is not a regular file")
+    assert json.loads(found.out)["error"]["message"].endswith(f"{name}: cannot be read: {told}")
 
 
 def test_a_recipe_cannot_name_what_no_plugin_added(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,7 +71,9 @@ def test_formats_and_places(folder: Path, tmp_path: Path, capsys: Capture) -> No
     assert main(["report", str(folder), "-o", str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     capsys.readouterr()
+    (loop := tmp_path / "loop").symlink_to(loop)
     for arguments, words in [
+        ([str(loop)], f"{loop}: no such folder"),
         (["--format", "gif"], "--format: 'gif' is none of html, png"),
         (["--format", ""], "--format: '' is none of"),
         (["-o", "x.html", "--format", "csv"], "-o x.html is a single page"),

@@ -714,3 +714,21 @@ def test_options_of_our_own_engine_are_told_beside_servers(
     found = specdec(capsys, "sweep-k", *common, *ours, *started)
     assert told.format("--draft-tp, --device, --num-blocks") in found.err
     assert "rounded_cache" in codes(json.loads(found.out)), "the started server is told of it"
+
+
+def test_keys_of_servers_are_told_where_nothing_reads_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    keys = ("engine.args=[--x]", "engine.stop_timeout_s=9", "engine.retries=1")
+    sets = ("demo", *(word for key in keys for word in ("--set", key)))
+    told = "warning: {} have no effect {}\n"
+    of_all = told.format("engine.args, engine.stop_timeout_s, engine.retries", "without a server")
+    for command in ("sweep-k", "compare-tp", "profile-blocks"):
+        how = "--estimate" if command == "profile-blocks" else "--dry-run"
+        assert of_all in specdec(capsys, command, *sets, how).err
+    dry = ("sweep-k", *sets, "--limit", "1", "--dry-run")
+    with running(server := FakeServer(k=0)):
+        found = specdec(capsys, *dry, *urls(server))
+        expected = told.format("engine.args, engine.stop_timeout_s", "on a server that is running")
+        assert [line for line in found.err.splitlines(True) if "no effect" in line] == [expected]
+    assert "no effect" not in specdec(capsys, *dry, "--serve", "vllm").err
