@@ -25,6 +25,7 @@ _SIZES = set(
     "n_head num_key_value_heads head_dim max_position_embeddings n_positions".split()
 )
 _SPREAD = "initializer_range"  # of random weights; transformers rarely checks it
+SEPARATE = "hf_quant_config.json"
 _MOST = {"layers": 1000, "experts": 10_000, "sizes": 2**40}
 
 
@@ -44,12 +45,16 @@ def config_file(name: str, place: Path) -> dict[str, Any]:
 
 def separate_quantisation(name: str, place: Path) -> dict[str, Any] | None:
     """Return the settings in a folder's hf_quant_config.json, which Model-Optimizer writes, in the
-    form of config.json's `quantization_config`. Returns None if there is no such file. Raises
-    `SetupError` if the file is damaged."""
-    file = place / "hf_quant_config.json"
+    form of config.json's `quantization_config`. Returns None if there is no such file, or if it
+    says that no weight is quantised. Raises `SetupError` if the file is damaged."""
+    file = place / SEPARATE
     if not file.is_file():
         return None
-    return {"quant_method": "modelopt"} | json_object(file, f"{file.name} of {name}")
+    found = json_object(file, f"{file.name} of {name}")
+    inner = found.get("quantization")
+    if isinstance(inner, dict) and inner.get("quant_algo", inner) is None:
+        return None
+    return {"quant_method": "modelopt"} | found
 
 
 def head_config_file(name: str, place: Path) -> dict[str, Any]:

@@ -10,11 +10,13 @@ import torch
 from specdec_kernels.linear.stored import FP8, INT4, INT8, MXFP4, Storage
 
 from specdec_cli.errors import SetupError
+from specdec_cli.models.config_file import SEPARATE
 from specdec_cli.text import one_line
 
 Settings = dict[str, Any]  # a config's `quantization_config`
 PLAIN, PACKED, NIBBLES, GPTQ, AWQ, BLOCKS = "plain", "packed", "nibbles", "gptq", "awq", "blocks"
 _LINEAR = "Linear"
+_APART = "quantization."  # the key in hf_quant_config.json under which the settings are
 _KINDS_OF_BITS = {4: INT4, 8: INT8}
 
 
@@ -85,10 +87,10 @@ def scheme_of(settings: Settings, model: str) -> Scheme:
     return FORMATS[settings["quant_method"]](settings, model)
 
 
-def _names(settings: Settings, key: str, model: str) -> tuple[str, ...]:
+def _names(settings: Settings, key: str, model: str, at: str = "") -> tuple[str, ...]:
     found = [] if settings.get(key) is None else settings[key]
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise _refused(key, found, model, "a list of modules")
+        raise _refused(at + key, found, model, "a list of modules")
     return tuple(found)
 
 
@@ -232,11 +234,11 @@ def _compressed(part: Settings, form: object, model: str) -> Matrices:
 def _modelopt(settings: Settings, model: str) -> Scheme:
     """Read the settings of NVIDIA's Model-Optimizer. They may be in hf_quant_config.json."""
     inner = settings.get("quantization")
-    settings = settings | (inner if isinstance(inner, dict) else {})
-    _known(settings, "quant_algo", ("FP8",), model)
+    at, settings = (_APART, inner) if isinstance(inner, dict) else ("", settings)
+    _known(settings, "quant_algo", ("FP8",), model, at)
     key = "exclude_modules" if "exclude_modules" in settings else "ignore"
     group = Matrices(Storage(FP8), one_scale=True)
-    return Scheme((group,), _names(settings, key, model), key, ("activations in fp8",))
+    return Scheme((group,), _names(settings, key, model, at), key, ("activations in fp8",))
 
 
 def _mxfp4(settings: Settings, model: str) -> Scheme:
@@ -246,8 +248,11 @@ def _mxfp4(settings: Settings, model: str) -> Scheme:
 
 
 def _refused(key: str, found: object, model: str, wanted: str) -> SetupError:
+    where = f"config.json of {model}: quantization_config."
+    if key.startswith(_APART):
+        where = f"{SEPARATE} of {model}: "
     return SetupError(
-        f"config.json of {model}: quantization_config.{key} is {one_line(repr(found))}",
+        f"{where}{key} is {one_line(repr(found))}",
         f"it must be {wanted}; or use the original, unquantised checkpoint",
     )
 

@@ -404,7 +404,8 @@ def test_model_optimizer_s_own_file(tmp_path: Path) -> None:
     (folder / "hf_quant_config.json").write_text(text)
     assert described(folder).notes == {"weights": "modelopt, as stored"}
     (folder / "hf_quant_config.json").write_text(text.replace('"FP8"', '"NVFP4"'))
-    with pytest.raises(SetupError, match="quant_algo is 'NVFP4'"):
+    told = r"^hf_quant_config\.json of .*: quantization\.quant_algo is 'NVFP4'$"
+    with pytest.raises(SetupError, match=told):
         described(folder)
 
 

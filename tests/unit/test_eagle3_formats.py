@@ -381,6 +381,17 @@ def test_matrices_that_model_optimizer_s_own_file_describes(tmp_path: Path, has_
     assert wanted and all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
+def test_a_file_of_model_optimizer_that_quantises_no_weight(tmp_path: Path) -> None:
+    """It may name the dtype of caches only. A file that names none is damaged."""
+    folder = save_head(tmp_path, head := Head(), "safeailab")
+    settings = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": settings}))
+    assert weights_of(folder, head).tensors.keys() == head.tensors.keys() - {"d2t"}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {}}))
+    with pytest.raises(SetupError, match=r"^hf_quant_config\.json of .*quant_algo is None$"):
+        weights_of(folder, head)
+
+
 def test_what_training_leaves_behind_is_no_harm(tmp_path: Path) -> None:
     head = Head()
     folder = save_head(tmp_path, head, "speculators")
