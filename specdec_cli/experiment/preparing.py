@@ -207,7 +207,7 @@ def too_long(job: Job, count: int | None = None) -> list[Notice]:
     """
     plan, cache = job.plan, job.plan.recipe.cache
     context, new = plan.max_model_len, plan.params.max_new_tokens
-    blocks = cache.num_blocks if job.backend.holds_caches else None
+    blocks = cache.num_blocks if job.backend.is_native else None
     room = context if blocks is None else (blocks - 1) * cache.block_size
     lengths = [len(ids) for ids in job.token_ids[:count]]
     # The last token needs no room in the cache.

@@ -700,8 +700,9 @@ def test_a_dry_run_asks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_options_of_our_own_engine_are_told_beside_servers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """So is no cache of a server that is up, whose dtype is unknown."""
-    ours = ("--num-blocks", "99", "--dtype", "float16", "--set", "cache.dtype=fp8")
+    """So is no cache of a server that is up, whose dtype is unknown. No prompt is too long for the
+    blocks."""
+    ours = ("--num-blocks", "2", "--dtype", "float16", "--set", "cache.dtype=fp8")
     common = [*map(str, COMMON), "--limit", "1", "--max-new-tokens", "2", "--json"]
     plain = FakeServer(k=0)
     told = "warning: {} have no effect on a server\n"
@@ -709,11 +710,12 @@ def test_options_of_our_own_engine_are_told_beside_servers(
         for command in ("sweep-k", "generate"):
             found = specdec(capsys, command, *common, *ours, *urls(plain))
             assert found.code == 0 and told.format("--num-blocks, --dtype") in found.err
-            assert "rounded_cache" not in codes(json.loads(found.out))
+            assert not {"rounded_cache", "prompts_too_long"} & codes(json.loads(found.out))
     started = ("--serve", "vllm", "--dry-run", "--device", "cpu", "--draft-tp", "1")
     found = specdec(capsys, "sweep-k", *common, *ours, *started)
     assert told.format("--draft-tp, --device, --num-blocks") in found.err
     assert "rounded_cache" in codes(json.loads(found.out)), "the started server is told of it"
+    assert "prompts_too_long" not in codes(json.loads(found.out))
 
 
 def test_keys_of_servers_are_told_where_nothing_reads_them(

@@ -10,14 +10,14 @@ from specdec_cli.experiment.preparing import too_long
 CONTEXT, NEW = 64, 8
 
 
-def job(lengths: list[int], blocks: int | None, *, holds_caches: bool = True) -> Any:
+def job(lengths: list[int], blocks: int | None, *, is_native: bool = True) -> Any:
     cache = SimpleNamespace(num_blocks=blocks, block_size=4)
     plan = SimpleNamespace(
         max_model_len=CONTEXT,
         params=SimpleNamespace(max_new_tokens=NEW),
         recipe=SimpleNamespace(cache=cache),
     )
-    backend = SimpleNamespace(holds_caches=holds_caches)
+    backend = SimpleNamespace(is_native=is_native)
     return SimpleNamespace(backend=backend, plan=plan, token_ids=[(1,) * n for n in lengths])
 
 
@@ -41,4 +41,4 @@ def test_prompts_too_long(lengths: list[int], blocks: int | None, told: str | No
 
 def test_only_prompts_that_run_count_and_only_caches_of_our_own() -> None:
     assert not too_long(job([1, 70], None), count=1)
-    assert not too_long(job([14], 6, holds_caches=False))
+    assert not too_long(job([14], 6, is_native=False))
