@@ -574,19 +574,19 @@ def test_no_speculation_with_several_drafts() -> None:
     assert slow.reason == "no speculation: no k is faster than k = 0 over 10 prompts"
 
 
-def predicted(speeds: dict[tuple[str, int], float], spread: float) -> Best:
+def predicted(speeds: dict[tuple[str, int], float], spread: float, num_parts: int = 10) -> Best:
     """The recommendation for predicted points with these speed-ups by (draft, k).
 
     Nothing is accepted, so that speed-ups are those of rounds. spread: factor on the variation of
-    rounds between the 10 parts of the time curve.
+    rounds between the parts of the time curve.
     """
     points, forecasts = list[Point](), dict[str | None, Forecasts]()
     texts = {i: Text(limit=12, draft_limit=99, accept=(0.0,) * 12) for i in range(10)}
     for draft in dict.fromkeys(name for name, _ in speeds):
         own = {k: speed for (name, k), speed in speeds.items() if name == draft}
-        parts = {0: dict.fromkeys(range(10), 1.0)}
+        parts = {0: dict.fromkeys(range(num_parts), 1.0)}
         for k, speed in own.items():
-            turned = NOISE[k:] + NOISE[:k]
+            turned = (NOISE[k:] + NOISE[:k])[:num_parts]
             parts[k] = {i: (1 + (x - 1) * spread) / speed for i, x in enumerate(turned)}
         forecasts[draft] = Forecasts(max(own), texts, parts, is_exact=True)
         keys = [Key(draft, 1, k) for k in (0, *own)]
@@ -604,6 +604,9 @@ def test_predictions_pass_the_same_test_of_chance() -> None:
     chance = predicted({("a", 1): 1.02, ("b", 2): 0.9}, 4.0)
     assert (chance.k, chance.draft) == (0, None)
     assert "is not faster beyond chance; about " in chance.reason
+    alone = predicted({("a", 1): 2.0}, 0.0, num_parts=1)
+    why = "which is weak evidence: there is no interval, because the time curve has one part"
+    assert (alone.k, alone.verdict) == (1, "inconclusive") and why in alone.reason
 
 
 def test_speeds_are_held_against_the_same_prompts() -> None:

@@ -160,15 +160,14 @@ def _reason(
         found = f"{which} is the fastest, {gain}"
         if least_tied < chosen.k:
             return f"{found}; smaller tied k may not pay at all"
+        weak = f"{found}, which is weak evidence"
         if count < FEWEST:
-            return f"{found}, which is weak evidence: too few prompts for an interval"
+            return f"{weak}: too few prompts for an interval"
         if gains.interval(chosen) is None:
+            why = "all prompts share a batch and end together"
             if gains.is_predicted:
-                return f"{found}, which is weak evidence: part of the time curve has no interval"
-            return (
-                f"{found}, which is weak evidence: there is no interval, because all prompts share "
-                "a batch and end together"
-            )
+                why = "the time curve has one part"
+            return f"{weak}: there is no interval, because {why}"
         that = " with that draft" if with_draft else ""
         return f"{found}, and no smaller k{that} is tied with it"
     why = "and proposes less"
