@@ -144,7 +144,7 @@ class PluggedMethod:
         with blamed(self.who, "making it"):
             self.inner = built(type(made.__name__, (made, Proposer), {}), parts)
             self.feature_layers = tuple(self.inner.feature_layers)
-        self._check_members()
+            self._check_members()
         if self.feature_layers:
             last = parts.target.module.config.num_hidden_layers
             if not all(type(one) is int and 0 <= one <= last for one in self.feature_layers):

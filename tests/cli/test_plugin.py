@@ -723,6 +723,12 @@ def test_flags_of_plugins_are_true_or_false(value: object) -> None:
     assert "mine" not in METHODS
 
 
+def test_a_member_that_raises_is_named() -> None:
+    for name in ("tail", "needs_text", "feature_layers"):
+        with pytest.raises(UsageError, match=r"^method mine: making it raised Zero.*: "):
+            made_method(**{name: property(lambda _: 1 // 0)})
+
+
 def test_a_bad_describe_gets_one_line() -> None:
     place: Any = DraftPlace(*[None] * 5, SpeculationSection())  # type: ignore[arg-type]
     for body, told in (
