@@ -154,8 +154,8 @@ def test_a_draft_whose_context_ends_early(
 @pytest.mark.parametrize(
     ("typed", "hint"),
     [
-        (set[str](), "the data has changed since the run began"),
-        ({"output", "outputs", "resume", "max_new_tokens"}, "the data has changed since"),
+        (set[str](), "the data, the target's tokenizer or its chat template has changed"),
+        ({"output", "outputs", "resume", "max_new_tokens"}, "the data, the target's tokenizer"),
         ({"prompts", "limit"}, "--resume -o DIR alone uses"),
         ({"data.limit"}, "--resume -o DIR alone uses"),
         ({"recipe"}, "--resume -o DIR alone uses"),

@@ -211,7 +211,10 @@ def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, An
             told = f"{found.key} differs: {_DIGESTS[found.key]}"
         are_chosen = any(one in ("recipe", "prompts") or one.startswith("data") for one in typed)
         if found.key.startswith("prompts.") and not are_chosen:
-            hint = "the data has changed since the run began: restore it, or name another folder"
+            hint = (
+                "the data, the target's tokenizer or its chat template has changed since the run "
+                "began: restore it, or name another folder"
+            )
         if found.key.startswith(_PLUGIN):
             told = f"--plugin {found.key.removeprefix(_PLUGIN)} {_change_of_plugin(found)}"
             hint = "resume with the plugins that the run began with, or name another folder with -o"
