@@ -191,9 +191,9 @@ def check_k(draft: Draft, k: int) -> None:
 
 def check_policy(draft: Draft | None, speculation: SpeculationSection, k: int) -> None:
     """Raise `UsageError` if the length policy needs a confidence head and the draft has none, or
-    has nothing to choose from at k, the largest of the run."""
+    has nothing to choose from at k, the largest of the run (0 if nothing proposes)."""
     policy = policy_of(speculation)
-    if speculation.length.policy == "adaptive" and policy.lengths(k) == (k,):
+    if k and speculation.length.policy == "adaptive" and policy.lengths(k) == (k,):
         raise UsageError(
             f"speculation.length.choices: none of {list(speculation.length.choices)} is below "
             f"k = {k}, so adaptive has nothing to choose from",

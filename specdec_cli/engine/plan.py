@@ -267,7 +267,7 @@ def _plan_on(
         check_vocabulary(target, draft, found.tokenizer)
         found = replace(found, draft=draft)
     if k:
-        check_policy(found.draft, recipe.speculation, k)
+        check_policy(found.draft, recipe.speculation, found.k)
     found = replace(found, target=_as_target(target, found))
     few_threads = use_few_threads(device, sum(m.weight_bytes for m in found.models))
     found = replace(found, few_threads=few_threads)

@@ -267,3 +267,9 @@ def test_a_recipe_names_a_policy(capsys: pytest.CaptureFixture[str], policy: str
 def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str], key: str, message: str) -> None:
     code, document = specdec(capsys, "generate", "demo", "--prompt", "x", "--set", key)
     assert code == 2 and message in document["error"]["message"]
+
+
+def test_choices_do_not_matter_where_nothing_proposes(capsys: pytest.CaptureFixture[str]) -> None:
+    length = ("--set", "speculation.length={policy: adaptive, choices: [9]}")
+    plain = ("--target", "demo:target", "--prompt", "x", "--max-new-tokens", "1", *length)
+    assert specdec(capsys, "generate", *plain)[0] == 0
