@@ -7,6 +7,7 @@ import os
 import select
 import stat
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -18,7 +19,7 @@ import typer
 from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked
 from specdec_cli.demo import PREFIX
-from specdec_cli.errors import SpecdecError, UsageError
+from specdec_cli.errors import Notice, SpecdecError, UsageError
 from specdec_cli.prompts import (
     DATE_KEY,
     LoadedPrompts,
@@ -90,7 +91,7 @@ def find_prompts(
         data, loaded = _from_data(source, resolved, data, asked)
         prompts = as_conversations(loaded.prompts, chat, system, template, skip_bad=skip)
         data = data.model_copy(update={"chat": chat, "system": system, **of_chat})
-        notices = [*loaded.notices, *unused_keys(prompts), *unused_template(prompts, chat, of_chat)]
+        notices = [*loaded.notices, *_unused(prompts, chat, of_chat)]
         return PromptSet(prompts, data, chat, notices, skip_bad=source.skip_bad)
     prompts = as_conversations(prompts, chat, system, template, skip_bad=skip)
     data, own = None, None
@@ -98,8 +99,11 @@ def find_prompts(
         path = os.path.abspath(asked.output / PROMPTS)
         data, own = DataSection.model_validate({"path": path, "chat": chat}), jsonl_of(prompts)
     _warn_of_unused(asked)
-    notices = [*unused_keys(prompts), *unused_template(prompts, chat, of_chat)]
-    return PromptSet(prompts, data, chat, notices, own, source.skip_bad)
+    return PromptSet(prompts, data, chat, _unused(prompts, chat, of_chat), own, source.skip_bad)
+
+
+def _unused(prompts: Sequence[Prompt], chat: str, of_chat: Mapping[str, object]) -> list[Notice]:
+    return [*unused_keys(prompts), *unused_template(prompts, chat, of_chat)]
 
 
 def _warn_of_unused(asked: Asked) -> None:
@@ -137,7 +141,8 @@ def fewer_prompts(
         few = sampled(found.prompts, Choice(count, how, resolved.run.seed))
     few = [replace(prompt, index=index) for index, prompt in enumerate(few)]
     own = None if found.own is None else jsonl_of(few)
-    return replace(found, prompts=few, notices=unused_keys(few), own=own)
+    of_chat, _ = _template_of(source, resolved.data, asked.output)
+    return replace(found, prompts=few, notices=_unused(few, found.chat, of_chat), own=own)
 
 
 def _loose(

@@ -193,7 +193,9 @@ def test_minutes_take_some_of_what_standard_input_had(
     monkeypatch.setattr(sweep_plan, "plan_sweep", watched)
     text = "".join(json.dumps(row) + "\n" for row in rows)
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    plan = planned(capsys, "--prompt-file", "-", "--minutes", "1")
+    unused = ("--set", "data.template={a: 1}")
+    plan = planned(capsys, "--prompt-file", "-", "--minutes", "1", *unused)
+    assert "unread_by_template" in [one["code"] for one in plan["warnings"]]
     whole, few = read
     assert len(whole) == 90 and len(few) == plan["num_prompts"] < 80
     assert [prompt.index for prompt in few] == list(range(len(few)))
