@@ -75,7 +75,7 @@ def simulated(whole: Found, count: int, rng: random.Random, seed: int) -> list[b
     ]
     gains = measured_gains(points, samples)
     found = []
-    for one in compare_arms(points, gains, samples, seed):
+    for one in compare_arms(gains, samples, seed):
         ours, theirs = (
             measured_speed(whole[_key(arm, one.batch_size)].values())
             for arm in (one.arm, one.against)

@@ -15,14 +15,7 @@ from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, Prompts, option, shared
 from specdec_cli.commands.resuming import resumed, say_kept, with_draft
 from specdec_cli.commands.starting import importing
-from specdec_cli.commands.status import (
-    set_up_logging,
-    show,
-    strictly,
-    waiting,
-    warn,
-    write_pictures,
-)
+from specdec_cli.commands.status import conclude, set_up_logging, strictly, waiting, warn
 from specdec_cli.errors import LOGGED, UsageError
 from specdec_cli.launch.world import Place, join
 
@@ -99,8 +92,7 @@ def compare_tp(
         records, where = ComparisonRecords(plan.settings, plan.skips), plan.where
         if dry_run:
             if kept and output is not None:
-                now = plan.settings.as_dict()
-                settings_file.check_same(output, "comparison", kept, now)
+                settings_file.check_same(output, "comparison", kept, plan.settings.as_dict())
                 records.reopen(RunFolder(output), plan.to_run)
             document = plans.describe_plan(plan, records, warnings)
         elif output is not None:
@@ -149,9 +141,7 @@ def compare_tp(
             document["comparison"] = kept | {"settings_hash": digest(kept)}
         if output is not None:
             folder.write("summary.json", to_json(document) + "\n")
-            write_pictures(output)
-    warn(unsaid(document["warnings"], [*warnings, *LOGGED]))
-    show(document, print_results, as_json=asked.as_json)
+    conclude(document, print_results, warnings, output, as_json=asked.as_json)
     raise typer.Exit(strictly(code, document["warnings"], strict=strict))
 
 

@@ -139,8 +139,7 @@ def get_ready(
     if not ready.left.prompts and not own.checks:
         return ready
     stages.expect(len(job.plan.stages))
-    session = backend.open_session(job.plan, job.longest_prompt, stages.begin)
-    return replace(ready, session=session)
+    return replace(ready, session=backend.open_session(job.plan, job.longest_prompt, stages.begin))
 
 
 def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
@@ -181,8 +180,7 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
             **given(lossless_check=check),
         }
         of_engine = engine_fields(samples.values())
-        point = point_of_run(outputs, metrics, key_of(ready.job), of_engine)
-        _keep(ready, document, point)
+        _keep(ready, document, point_of_run(outputs, metrics, key_of(ready.job), of_engine))
         # The run folder comes first, so that a failure to write this file loses no results. The
         # document comes after both, because a failed command prints another one.
         if own.next_turns is not None and world.is_first:

@@ -7,8 +7,8 @@ import typer
 
 from specdec_cli.commands import options
 from specdec_cli.commands.starting import NUMPY_MIB, check_room
-from specdec_cli.commands.status import set_up_logging, show, waiting, warn, write_pictures
-from specdec_cli.errors import LOGGED, UsageError
+from specdec_cli.commands.status import conclude, set_up_logging, waiting
+from specdec_cli.errors import UsageError
 from specdec_cli.launch.world import Place
 
 Folders = Annotated[
@@ -41,12 +41,9 @@ def merge(
     check_room("numpy", NUMPY_MIB)
     options.load_plugins(plugin)  # first, since the shards' recipe may name plugins' methods
     with waiting("merging", quiet=quiet):
-        from specdec_cli.experiment.folders.settings_file import unsaid
         from specdec_cli.experiment.sweep.merge import merge_folders
         from specdec_cli.terminal.sweep import print_results
 
         document, code = merge_folders(folders, output)
-    warn(unsaid(document["warnings"], LOGGED))
-    write_pictures(output)
-    show(document, print_results, as_json=as_json)
+    conclude(document, print_results, (), output, as_json=as_json)
     raise typer.Exit(code)

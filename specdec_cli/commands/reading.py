@@ -22,7 +22,6 @@ from specdec_cli.demo import PREFIX
 from specdec_cli.errors import Notice, SpecdecError, UsageError
 from specdec_cli.prompts import (
     DATE_KEY,
-    LoadedPrompts,
     Prompt,
     as_conversations,
     jsonl_of,
@@ -32,7 +31,7 @@ from specdec_cli.prompts import (
     unused_keys,
     unused_template,
 )
-from specdec_cli.prompts.choose import STRATIFIED, Choice, sampled
+from specdec_cli.prompts.choose import STRATIFIED, sampled
 from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import PROMPTS, DataSection, Recipe, load_recipe
 from specdec_cli.recipe.sections import ABOUT_ROWS
@@ -138,7 +137,7 @@ def fewer_prompts(
     # Standard input cannot be read again.
     few = found.prompts[:count]
     if how is not None:
-        few = sampled(found.prompts, Choice(count, how, resolved.run.seed))
+        few = sampled(found.prompts, count, how, resolved.run.seed)
     few = [replace(prompt, index=index) for index, prompt in enumerate(few)]
     own = None if found.own is None else jsonl_of(few)
     of_chat, _ = _template_of(source, resolved.data, asked.output)
@@ -174,9 +173,8 @@ def _loose(
 
 def _from_data(
     source: options.Prompts, resolved: Recipe, data: DataSection, asked: Asked
-) -> tuple[DataSection, LoadedPrompts]:
-    """Apply the options to the data section, and read its prompts. A local file's path is made
-    absolute."""
+) -> tuple[DataSection, PromptSet]:
+    """Apply the options to the data section, with absolute paths, and read its prompts."""
     sets = options.parse_sets(asked.sets or ())
     own = {name for name, value in recipe_options(source).items() if value is not None}
     if own:
@@ -199,7 +197,7 @@ def _from_data(
     # that these do not represent the rest.
     is_chosen = source.limit is not None or {"data", "data.limit"} & sets.keys()
     if str(data.path).startswith(PREFIX) and not is_chosen:
-        loaded = LoadedPrompts(loaded.prompts)
+        loaded = replace(loaded, notices=())
     return data, loaded
 
 

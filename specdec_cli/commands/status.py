@@ -41,6 +41,23 @@ def show(
         typer.echo(inert(f"hint: {document['error']['hint']}"), err=True)
 
 
+def conclude(
+    document: Mapping[str, Any],
+    print_results: Callable[[Any], None],
+    said: Iterable[Notice],
+    folder: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Warn of what was not `said` or logged yet, write a folder's plots, and show the results."""
+    from specdec_cli.experiment.folders.settings_file import unsaid
+
+    warn(unsaid(document["warnings"], [*said, *LOGGED]))
+    if folder is not None:
+        write_pictures(folder)
+    show(document, print_results, as_json=as_json)
+
+
 def strictly(code: ExitCode, warnings: Iterable[Notice], *, strict: bool) -> ExitCode:
     """Return the exit code of a run. With --strict, it is 3 (partial) instead of 0 if a warning
     says that the timings were disturbed."""

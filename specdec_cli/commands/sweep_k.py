@@ -24,11 +24,10 @@ from specdec_cli.commands.resuming import (
     with_draft,
 )
 from specdec_cli.commands.starting import importing, joined
-from specdec_cli.commands.status import show, strictly, waiting, warn, write_pictures
+from specdec_cli.commands.status import conclude, strictly, waiting, warn
 from specdec_cli.commands.sweep_parsing import (
     is_lone_task,
     listed_ks,
-    parse_ks,
     parse_list,
     parse_slo,
     refuse_beside,
@@ -133,7 +132,11 @@ def sweep_k(
         from specdec_cli.experiment.sweep.sweep_records import SweepSettings
 
         asked, kept = resumed(asked, SweepSettings)
-    lengths = kept["ks"] if kept and ks is None else parse_ks(_DEFAULT_KS if ks is None else ks)
+    lengths = (
+        kept["ks"]
+        if kept and ks is None
+        else sorted({0, *listed_ks(_DEFAULT_KS if ks is None else ks)})
+    )
     output = asked.output
     if serve is not None and serve not in _ENGINES:
         raise UsageError(f"--serve: expected {' or '.join(_ENGINES)}, got {serve!r}")
@@ -278,8 +281,7 @@ def sweep_k(
             if minutes is not None:
                 from specdec_cli.experiment.sweep.budget import fitting, of_size, sweep_seconds
 
-                budget = 60 * minutes
-                fit = world.once(lambda: fitting(plan, budget))
+                fit = world.once(partial(fitting, plan, 60 * minutes))
                 recipes = [of_size(one, fit) for one in recipes]
                 if fit.prompts < plan.num_prompts:
                     everything = found
@@ -350,7 +352,7 @@ def _sweep(
     """
     from specdec_cli.experiment.folders.record_lines import to_json
     from specdec_cli.experiment.folders.records import Key, Sample
-    from specdec_cli.experiment.folders.settings_file import keep_warning, read_warnings, unsaid
+    from specdec_cli.experiment.folders.settings_file import keep_warnings, read_warnings, unsaid
     from specdec_cli.experiment.preparing import few_prompts
     from specdec_cli.experiment.sweep.runner import Sweep
     from specdec_cli.experiment.sweep.running import StartedSweep
@@ -401,8 +403,7 @@ def _sweep(
         if folder is not None:
             with suppress(SpecdecError, OSError):  # the first error matters more
                 # The command that resumes the run must know what disturbed its first part.
-                for one in sweep.of_machine:
-                    keep_warning(folder, plan.settings, one)
+                keep_warnings(folder, plan.settings, sweep.of_machine)
         raise
     finally:
         view.close()
@@ -412,16 +413,13 @@ def _sweep(
     def end() -> ExitCode:
         found = unsaid(sweep.notices, warnings)
         if folder is not None:
-            for one in found:
-                keep_warning(folder, plan.settings, one)
+            keep_warnings(folder, plan.settings, found)
         said = [*warnings, *found, *unsaid(LOGGED, warnings)]
         document, code = finish(sweep, measured, said)
         with world.outside():
-            # Logged warnings are on stderr already.
-            warn(unsaid(document["warnings"], [*warnings, *LOGGED]))
-            if folder is not None:
-                write_pictures(folder.path)
-            show(document, partial(print_results, with_pairs=pairs), as_json=asked.as_json)
+            shown = partial(print_results, with_pairs=pairs)
+            path = None if folder is None else folder.path
+            conclude(document, shown, warnings, path, as_json=asked.as_json)
         return strictly(code, document["warnings"], strict=strict)
 
     return world.once(end)

@@ -11,11 +11,6 @@ from specdec_cli.errors import UsageError
 _LARGEST = 1024
 
 
-def parse_ks(text: str) -> list[int]:
-    """Parse `0-8`, `0,1,2,4` or a mixture into ascending numbers, and add 0."""
-    return sorted({0, *listed_ks(text)})
-
-
 def listed_ks(text: str) -> list[int]:
     """Parse `0-8`, `1,2,4` or a mixture into ascending numbers."""
     found = set[int]()

@@ -171,8 +171,7 @@ class DurationEstimate:
             passes = plan.draft.passes(key.k)
             each = (self.pass_seconds(plan.draft, max(1, len(i)), passes.parts) for i in lengths)
             prefill += passes.in_prompt * sum(each)
-        longest = plan.max_model_len
-        texts = [min(params.max_new_tokens, longest - len(ids)) for ids in lengths]
+        texts = [min(params.max_new_tokens, plan.max_model_len - len(ids)) for ids in lengths]
         rounds = sum(max(0, t) for t in texts) / self.tokens_a_round(key.k)
         return prefill + rounds / min(key.batch_size, num_prompts) * self.round_seconds(key)
 

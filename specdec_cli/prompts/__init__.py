@@ -11,7 +11,7 @@ from specdec_cli.prompts.conversations import (
 )
 from specdec_cli.prompts.dataset import parse_dataset
 from specdec_cli.prompts.lines import MAX_LINE_BYTES
-from specdec_cli.prompts.load import LoadedPrompts, load_prompts, read_prompts
+from specdec_cli.prompts.load import load_prompts, read_prompts
 from specdec_cli.prompts.records import DATE_KEY, jsonl_of
 from specdec_cli.prompts.turns import next_turn
 from specdec_cli.prompts.types import Prompt

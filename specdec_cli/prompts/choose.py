@@ -6,7 +6,6 @@ The chosen prompts keep their order.
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from specdec_cli.errors import Notice, UsageError
 from specdec_cli.prompts.types import Prompt
@@ -18,40 +17,19 @@ _FAR_OFF = 0.25  # warn if more than this share of prompts is in the wrong categ
 _MAX_NAMED = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Settings for choosing prompts.
-
-    limit: the number of prompts to take; None takes all.
-    sample: None takes the first prompts, `random` draws them at random, and `stratified` draws as
-        evenly as possible from all categories.
-    seed: the seed of the draw.
-
-    Raises `UsageError` for a sample without a limit.
-    """
-
-    limit: int | None = None
-    sample: str | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.sample is not None and self.limit is None:
-            raise UsageError(
-                f"a {self.sample} sample needs a size", "pass --limit N, or set data.limit"
-            )
+def check_size(sample: str | None, limit: int | None) -> None:
+    """Raise `UsageError` for a sample without a limit."""
+    if sample is not None and limit is None:
+        raise UsageError(f"a {sample} sample needs a size", "pass --limit N, or set data.limit")
 
 
-def sampled(prompts: Sequence[Prompt], choice: Choice) -> list[Prompt]:
-    """Draw a sample of `prompts`, and return it in the order of `prompts`. With the same seed, a
-    larger sample contains every smaller one.
-
-    Raises `UsageError` if a stratified sample is asked for and no prompt has a category.
-    """
-    assert choice.limit is not None and choice.sample is not None
-    order = sorted(range(len(prompts)), key=lambda place: _draw(choice.seed, place))
-    if choice.sample == STRATIFIED:
+def sampled(prompts: Sequence[Prompt], limit: int | None, sample: str, seed: int) -> list[Prompt]:
+    """Draw a sample of `prompts`, in their order. With the same seed, a larger one contains every
+    smaller one. Raises `UsageError` for a stratified sample of prompts without a category."""
+    order = sorted(range(len(prompts)), key=lambda place: _draw(seed, place))
+    if sample == STRATIFIED:
         order = _in_turn(order, [prompt.category for prompt in prompts])
-    return [prompts[place] for place in sorted(order[: choice.limit])]
+    return [prompts[place] for place in sorted(order[:limit])]
 
 
 def _draw(seed: int, place: int) -> bytes:

@@ -183,8 +183,7 @@ def _refusal(path: str, problem: Exception, *, is_local: bool) -> SpecdecError:
             "name another data.split or data.subset",
         )
     if is_local or kind in ("DatasetGenerationError", "DataFilesNotFoundError"):
-        cause = problem.__cause__ or problem
-        why = one_line(reason_of(cause))
+        why = one_line(reason_of(problem.__cause__ or problem))
         return UsageError(f"{path}: cannot be read as a dataset: {why}")
     if kind in ("DatasetNotFoundError", "RepositoryNotFoundError"):
         return SetupError(

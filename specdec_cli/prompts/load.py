@@ -13,14 +13,14 @@ import select
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from specdec_cli import demo
 from specdec_cli.errors import Notice, UsageError
-from specdec_cli.prompts.choose import Choice, sampled, uneven
+from specdec_cli.prompts.choose import check_size, sampled, uneven
 from specdec_cli.prompts.dataset import sliced
 from specdec_cli.prompts.files import EXTENSIONS, GZIP_MAGIC, ONE_OBJECT, file_source
 from specdec_cli.prompts.hub import hub_source
@@ -34,7 +34,7 @@ from specdec_cli.prompts.records import (
     prompt_of,
 )
 from specdec_cli.prompts.turns import NoSuchTurn, subtask
-from specdec_cli.prompts.types import BadRow, Prompt, Source
+from specdec_cli.prompts.types import BadRow, Prompt, PromptSet, Source
 from specdec_cli.recipe import DataSection
 from specdec_cli.text import counted, in_lines, of_many, one_line
 
@@ -44,18 +44,10 @@ _SKIPPING = "--skip-bad leaves such lines out"
 _log = logging.getLogger("specdec")
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedPrompts:
-    """Prompts in order, with `index` from 0, and warnings about how they were chosen."""
-
-    prompts: list[Prompt]
-    notices: list[Notice] = field(default_factory=list)
-
-
 def load_prompts(
     data: DataSection, *, skip_bad: bool = False, is_file: bool = False, seed: int = 0
-) -> LoadedPrompts:
-    """Load the prompts that a recipe's `data` section names.
+) -> PromptSet:
+    """Load the prompts that a recipe's `data` section names, with warnings about their choice.
 
     `data.path` is a file (`EXTENSIONS`), `demo:prompts`, or the folder or id of a Hugging Face
     dataset. Without `data.sample`, the first `data.limit` prompts are taken, and later rows are
@@ -69,7 +61,7 @@ def load_prompts(
     Raises `UsageError` for an unknown split, subset or column, and `SetupError` for a dataset that
     is not available.
     """
-    choice = Choice(data.limit, data.sample, seed)
+    check_size(data.sample, data.limit)
     path = data.path or ""
     if path.startswith(demo.PREFIX) and not is_file:
         path = str(demo.demo_path(path))
@@ -85,16 +77,16 @@ def load_prompts(
         source = replace(source, rows=sliced(iter(source.rows), data.split, path))
     with opened:
         rows = iter(source.rows)
-        limit = None if choice.sample else choice.limit
+        limit = None if data.sample else data.limit
         found = _prompts_of(
             source, rows, data.column, limit, data.split, skip_bad=skip_bad, turn=data.turn
         )
         named = subtask if data.categories == "spec_bench" else lambda category: category
         found = [replace(prompt, category=named(prompt.category)) for prompt in found]
-        if choice.sample is not None:
-            return LoadedPrompts(_numbered(sampled(found, choice)))
+        if data.sample is not None:
+            return PromptSet(_numbered(sampled(found, data.limit, data.sample, seed)))
         notices = _unevenness(found, rows, named) if len(found) == limit else []
-    return LoadedPrompts(_numbered(found), notices)
+    return PromptSet(_numbered(found), notices=notices)
 
 
 def _unevenness(
@@ -129,14 +121,16 @@ def read_prompts(
     `stdin` is read if there are neither options nor a file, or if the file is `-`. It is not read
     if it is a terminal. Returns an empty list if there is no prompt.
 
-    limit, sample, seed: as in `Choice`.
+    limit: the number of prompts to take; None takes all.
+    sample: None takes the first prompts, `random` draws them at random with `seed`, and
+        `stratified` draws as evenly as possible from all categories.
     skip_bad: if True, leave out bad lines and log a warning with their number. If False, raise a
         `UsageError` with the file, the lines and the reasons.
     """
-    choice = Choice(limit, sample, seed)
+    check_size(sample, limit)
     if sample is not None:
         found = read_prompts(prompts, prompt_file, stdin, skip_bad=skip_bad)
-        return _numbered(sampled(found, choice)) if found else []
+        return _numbered(sampled(found, limit, sample, seed)) if found else []
     found = [_from_option(text) for text in prompts][:limit]
     if limit is not None:
         limit -= len(found)

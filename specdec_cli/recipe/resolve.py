@@ -85,8 +85,7 @@ def is_bundled(source: str | None) -> bool:
 
 
 def _first_comment(path: Path) -> str:
-    first = path.read_text(encoding="utf-8").partition("\n")[0]
-    return first.removeprefix("#").strip()
+    return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
 
 
 def load_recipe(

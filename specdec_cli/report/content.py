@@ -150,7 +150,7 @@ def comparisons(content: Content) -> str:
     """Say how much faster one draft is than the other, or that they are tied, for each pair of
     drafts that the run compared. Returns "" if there are no such pairs."""
     told = []
-    for one in content.run.comparisons:
+    for one in content.run.summary.comparisons:
         if not (one.arm.k and one.against.k) or one.speed_ratio is None:
             continue
         arm, other = (arm_in_words(content.run, side) for side in (one.arm, one.against))

@@ -103,7 +103,7 @@ def raw_comparisons(run: ReportedRun) -> Table:
     """Make a table that compares pairs of arms; an arm is a draft at one k, or plain decoding. Each
     pair has a row for all prompts, followed by a row for each category of prompts."""
     rows: list[dict[str, Value]] = []
-    for one in run.comparisons:
+    for one in run.summary.comparisons:
         setting = {
             "batch_size": one.batch_size,
             **{"draft": one.arm.draft, "k": one.arm.k},
@@ -166,8 +166,7 @@ _TEX = {
 
 def latex_tables(content: Content) -> dict[str, str]:
     """Return LaTeX files by name, each with a `tabular` for a document that loads booktabs."""
-    found = content.tables.items()
-    return {f"{name}.tex": latex_of(table) for name, table in found if table.rows}
+    return {f"{name}.tex": latex_of(table) for name, table in content.tables.items() if table.rows}
 
 
 def latex_of(table: Table) -> str:

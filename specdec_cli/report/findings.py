@@ -5,6 +5,7 @@ If the run was cut short, it recorded no conclusions, so only its points are use
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import fmean
 
 from specdec_cli.errors import Notice
@@ -18,6 +19,7 @@ from specdec_cli.report.folder import ReportedRun
 # `warnings` leaves out a run's own warnings that begin like this, because it rewords them.
 _SAID_ABOVE = ("acceptance is synthetic: times", "the weights are random")
 _UNTESTED = "This is the fastest point so far; ties were not tested."
+_speed = attrgetter("speed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +140,8 @@ def _recorded(run: ReportedRun, every: Sequence[Point], best: Best | BestPair) -
     if isinstance(best, BestPair):
         # In compare-tp, the record names the fastest pair of target TP and draft TP, even if plain
         # decoding is faster.
-        plain = max((p for p in points if p.is_baseline), key=decoding_speed, default=chosen)
-        is_slower = best.verdict is None and decoding_speed(plain) > decoding_speed(chosen)
+        plain = max((p for p in points if p.is_baseline), key=_speed, default=chosen)
+        is_slower = best.verdict is None and plain.speed > chosen.speed
         chosen = plain if best.verdict == "none" or is_slower else chosen
     drafts = {p.draft for p in points if p.draft is not None}
     if isinstance(best, BestPair):
@@ -171,11 +173,6 @@ def _is_named(point: Point, best: Best | BestPair | Fastest) -> bool:
     return point.k == best.k and (point.is_baseline or point.draft == best.draft)
 
 
-def decoding_speed(point: Point) -> float:
-    """Return a point's decoding speed in tokens/s; 0 if it is unknown."""
-    return point.number("decode_tokens_per_second") or 0.0
-
-
 def _gain(point: Point) -> float:
     """Return a point's measured speed-up, or the predicted one if the point was not to be measured;
     0 if it is unknown."""
@@ -196,8 +193,8 @@ def _over_plain(
         return pair.speedup_vs_plain, pair.speedup_vs_plain_ci
     if run.is_comparison:
         level = [p for p in run.points if p.level == point.level and p.is_baseline]
-        plain = max(map(decoding_speed, level), default=0.0)
-        return decoding_speed(point) / plain if plain else 0.0, None
+        plain = max(map(_speed, level), default=0.0)
+        return point.speed / plain if plain else 0.0, None
     if not point.is_predicted:
         return _gain(point), point.speedup_ci
     return _gain(point), point.prediction.speedup_ci if point.prediction is not None else None
@@ -210,7 +207,7 @@ def _named(k: int, draft: str | None) -> str:
 
 def _fastest(run: ReportedRun, every: Sequence[Point]) -> Finding:
     # Compare tokens/s in compare-tp, where each target TP has its own baseline for speed-ups.
-    gain = decoding_speed if run.is_comparison else _gain
+    gain = _speed if run.is_comparison else _gain
     known = [p for p in every if p.is_ok and gain(p)]
     fastest = max(known, key=lambda p: (gain(p), -p.k), default=None)
     return Finding(every[0], fastest)
@@ -219,8 +216,7 @@ def _fastest(run: ReportedRun, every: Sequence[Point]) -> Finding:
 def setting_in_words(run: ReportedRun, point: Point) -> str:
     """Name a point's setting, such as `k = 4 with draft-1b`."""
     if point.is_baseline:
-        is_comparison = run.is_comparison
-        return f"target TP {point.target_tp} alone" if is_comparison else "no speculation"
+        return f"target TP {point.target_tp} alone" if run.is_comparison else "no speculation"
     if run.is_comparison:
         return f"target TP {point.target_tp} with draft TP {point.draft_tp}"
     named = f" with {run.labels[point.draft]}" if point.draft is not None else ""
@@ -306,7 +302,7 @@ def fastest_with_proposals(run: ReportedRun, best: Finding) -> Point | None:
     finding's batch size or rate. In compare-tp, where each target TP has its own baseline, tokens/s
     are compared instead. Returns None if no point with proposals has a speed-up."""
     points = [p for p in run.points if p.level == best.at.level and not p.is_baseline]
-    by = decoding_speed if run.is_comparison else _gain
+    by = _speed if run.is_comparison else _gain
     return max(filter(_gain, points), key=by, default=None)
 
 

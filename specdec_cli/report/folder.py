@@ -15,12 +15,7 @@ from pydantic import ValidationError
 from specdec_cli.core.figures import Record
 from specdec_cli.errors import UsageError
 from specdec_cli.experiment.disk import refuse_special_files
-from specdec_cli.experiment.folders.conclusions import (
-    Comparison,
-    ComparisonSummary,
-    SweepSummary,
-    refuse_other_version,
-)
+from specdec_cli.experiment.folders.conclusions import Summary, refuse_other_version
 from specdec_cli.experiment.folders.record_lines import R, described, json_of, parsed
 from specdec_cli.experiment.folders.records import Point, Sample
 from specdec_cli.experiment.points import is_impossible
@@ -44,7 +39,7 @@ class ReportedRun:
     is_comparison: bool
     points: tuple[Point, ...]
     labels: Mapping[str | None, str]
-    summary: SweepSummary | ComparisonSummary
+    summary: Summary
     is_partial: bool
     recipe: Mapping[str, Any]
     recipe_text: str
@@ -56,12 +51,6 @@ class ReportedRun:
     def kind(self) -> str:
         """The command that made the run."""
         return "compare-tp" if self.is_comparison else "sweep-k"
-
-    @property
-    def comparisons(self) -> Sequence[Comparison]:
-        """The comparisons between arms. An arm is a draft at one k, or plain decoding. Empty unless
-        the run is a completed sweep."""
-        return self.summary.comparisons
 
     def method_of(self, draft: str | None) -> Any:
         """Return the speculation method that was used with a draft. In a sweep of several drafts,
@@ -111,7 +100,7 @@ def read_folder(path: Path) -> ReportedRun:
         refuse_other_version(path / "summary.json", document)
     records = list(intact_records(path / "points.jsonl", Point, notes))
     is_comparison = "compare-tp" in schema or any(p.target_tp is not None for p in records)
-    summary = _intact(document, ComparisonSummary if is_comparison else SweepSummary, notes)
+    summary = _intact(document, notes)
     points = _latest(summary.points or records)
     recipe = _document(path / "recipe.yaml", notes, _yaml_of)
     return ReportedRun(
@@ -129,14 +118,12 @@ def read_folder(path: Path) -> ReportedRun:
     )
 
 
-def _intact(
-    found: dict[str, Any], kind: type[SweepSummary | ComparisonSummary], notes: list[str]
-) -> SweepSummary | ComparisonSummary:
-    """Make a summary of class `kind` from `found`, the contents of summary.json. Delete damaged
-    entries and fields from `found` until the rest is valid, and add a note for each."""
+def _intact(found: dict[str, Any], notes: list[str]) -> Summary:
+    """Make a summary from the contents of summary.json. Delete damaged entries and fields from
+    `found` until the rest is valid, and add a note for each."""
     while True:
         try:
-            return kind.model_validate(found)
+            return Summary.model_validate(found)
         except ValidationError as problem:
             errors = problem.errors(include_url=False)
         for key in {str(error["loc"][0]) for error in errors}:

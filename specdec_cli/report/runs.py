@@ -22,7 +22,6 @@ from specdec_cli.experiment.sweep.gains import figures_of, ratio_figures
 from specdec_cli.report.cells import Cell, Column, Table, rows_of, span, table_of
 from specdec_cli.report.findings import (
     best_by_batch_size,
-    decoding_speed,
     interval_in_words,
     setting_in_words,
     times,
@@ -162,7 +161,7 @@ class SideBySide:
                 **_level_fields(one.point),
                 "is_best": one.is_best,
                 "num_prompts": len(one.samples),
-                "decode_tokens_per_second": decoding_speed(one.point),
+                "decode_tokens_per_second": one.point.speed,
                 **given(e2el_ms=_mean_time(one.point)),
                 "speedup": one.point.speedup,
                 "speedup_ci": one.point.speedup_ci,
@@ -189,7 +188,7 @@ class SideBySide:
                 "k": one.point.k,
                 "num_prompts": len(one.samples),
                 "mean_acceptance_length": _length_in_text(one),
-                "decode_tokens_per_second": decoding_speed(one.point),
+                "decode_tokens_per_second": one.point.speed,
                 "decode_tokens_per_second_ci": one.point.decode_tokens_per_second_ci,
                 "round_ms": one.point.number("round_ms"),
                 "round_ms_ci": one.point.round_ms_ci,
@@ -366,7 +365,7 @@ def _worth(point: Point) -> float:
     """Return the figure by which points are ranked: tokens/s or, at a request rate, the inverse of
     the mean time of a request."""
     if point.load is None:
-        return decoding_speed(point)
+        return point.speed
     return 1.0 / found if (found := _mean_time(point)) else 0.0
 
 
@@ -409,7 +408,7 @@ def _side_by_side(whole: SideBySide) -> Table:
         Cell("point", lambda r: r[0].setting),
         Cell("batch", lambda r: _level(r[1])),
         Cell("prompts", lambda r: len(r[0].samples)),
-        Cell("decoding", lambda r: decoding_speed(r[1]), "tokens/s", 1),
+        Cell("decoding", lambda r: r[1].speed, "tokens/s", 1),
         *[Cell("request", lambda r: _mean_time(r[1]), "ms", 1)][: _has_rates(whole)],
         Cell("speed-up", lambda r: r[1].speedup, "×", 2),
         Cell("95 % interval", lambda r: span(r[1].speedup_ci)),
@@ -461,7 +460,7 @@ def _engines(whole: SideBySide) -> Table:
         Cell("k", lambda r: r[0].point.k),
         Cell("prompts", lambda r: len(r[0].samples)),
         Cell("tokens a round", lambda r: _length_in_text(r[0]), "", 2),
-        Cell("decoding", lambda r: decoding_speed(r[0].point), "tokens/s", 1),
+        Cell("decoding", lambda r: r[0].point.speed, "tokens/s", 1),
         Cell("95 % interval", lambda r: span(r[0].point.decode_tokens_per_second_ci)),
         Cell("round", lambda r: r[0].point.number("round_ms"), "ms", 2),
         Cell("95 % interval", lambda r: span(r[0].point.round_ms_ci)),

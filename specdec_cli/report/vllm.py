@@ -85,22 +85,19 @@ def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
     recommendation = [answer(run, best) for best in found]
 
     def deployed(
-        config: dict[str, Any] | None, point: Point | None, notes: list[str], **more: Any
+        config: dict[str, Any] | None,
+        point: Point | None,
+        notes: list[str],
+        rehearsal: dict[str, Any] | None = None,
+        sglang: str | None = None,
     ) -> Deployment:
         parts = ["vllm", "serve", target, *_flags(run, point, "--tensor-parallel-size")]
         if config is not None:
             parts += ["--speculative-config", json.dumps(config)]
         command = shlex.join(parts)
         places = _in_place_of(run, bests, command)
-        return Deployment(
-            config,
-            more.get("rehearsal"),
-            command,
-            [*notes, *places],
-            recommendation,
-            more.get("sglang"),
-            places,
-        )
+        told = [*notes, *places], recommendation
+        return Deployment(config, rehearsal, command, *told, sglang, places)
 
     decided = [b for b in found if not b.is_open]
     speculating = [b.point for b in decided if b.point is not None and not b.point.is_baseline]

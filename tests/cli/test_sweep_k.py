@@ -1246,7 +1246,7 @@ def test_pictures_are_part_of_the_folder(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("specdec_cli.commands.merge.write_pictures", write_pictures)
+    monkeypatch.setattr("specdec_cli.commands.status.write_pictures", write_pictures)
     assert specdec(capsys, "merge", whole[0], "-o", tmp_path / "new", "-q").code == 0
     for folder in (whole[0], tmp_path / "new"):  # its plots were drawn before the patch
         assert "Speed-up over plain decoding" in (folder / "report.html").read_text()

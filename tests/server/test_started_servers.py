@@ -14,6 +14,7 @@ import pytest
 from specdec_cli.backends.server import times
 from specdec_cli.backends.server.flags import Command, command_of
 from specdec_cli.backends.server.process import Process
+from specdec_cli.backends.server.session import ServerSession
 from specdec_cli.core.types import Permissions
 from specdec_cli.errors import UsageError
 from specdec_cli.recipe import load_recipe
@@ -109,6 +110,24 @@ def test_what_a_server_dies_of_is_the_points_reason(
     assert [s for s in samples(run) if s["k"] == 0] == done
     assert len(pids(started)) == starts + 2, "of k = 2 alone, and of its child"
     assert not [pid for pid in pids(started) if is_alive(pid)]
+
+
+def test_an_unforeseen_failure_of_a_point_leaves_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a sweep over running servers."""
+    run = ServerSession.run
+
+    def fails_at_two(session: ServerSession, requests: Any, k: int, *others: Any) -> None:
+        if k == 2:
+            raise ZeroDivisionError("a planted fault")
+        run(session, requests, k, *others)
+
+    monkeypatch.setattr(ServerSession, "run", fails_at_two)
+    found = specdec(capsys, *words("sglang", "2"), "--json")
+    plain, failed = json.loads(found.out)["points"]
+    assert found.code == 3 and plain["status"] == "ok", found.err
+    assert (failed["status"], failed["reason"]) == ("failed", "a planted fault")
 
 
 def test_a_server_that_is_never_healthy(capsys: pytest.CaptureFixture[str]) -> None:

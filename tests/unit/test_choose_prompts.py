@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from specdec_cli.errors import UsageError
-from specdec_cli.prompts import LoadedPrompts, load_prompts, read_prompts
-from specdec_cli.prompts.choose import Choice, sampled
+from specdec_cli.prompts import load_prompts, read_prompts
+from specdec_cli.prompts.choose import sampled
+from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import DataSection
 
 SIZES = {"math": 40, "qa": 10, "rag": 3, None: 7}
@@ -27,11 +28,11 @@ def rows(tmp_path: Path) -> Path:
     return path
 
 
-def read(path: Path, seed: int = 0, **keys: object) -> LoadedPrompts:
+def read(path: Path, seed: int = 0, **keys: object) -> PromptSet:
     return load_prompts(DataSection.model_validate({"path": str(path), **keys}), seed=seed)
 
 
-def counts(loaded: LoadedPrompts) -> dict[str | None, int]:
+def counts(loaded: PromptSet) -> dict[str | None, int]:
     return dict(Counter(prompt.category for prompt in loaded.prompts))
 
 
@@ -69,12 +70,12 @@ def test_the_seed_decides_and_a_larger_sample_contains_a_smaller(sample: str, ro
     assert texts(12, 1) == texts(12, 1)
     assert len({tuple(texts(12, seed)) for seed in range(8)}) == 8
     assert set(texts(12, 1)) < set(texts(30, 1))
-    assert read(rows, limit=12, sample=sample).notices == []
+    assert not read(rows, limit=12, sample=sample).notices
 
 
 def test_a_random_sample_has_every_prompt_alike(rows: Path) -> None:
     prompts = read(rows).prompts
-    draws = (sampled(prompts, Choice(15, "random", seed)) for seed in range(400))
+    draws = (sampled(prompts, 15, "random", seed) for seed in range(400))
     times = Counter(prompt.text for drawn in draws for prompt in drawn)
     # 400 draws of a quarter: 100 times each, with a standard deviation of 8.7.
     assert len(times) == 60 and 65 < min(times.values()) and max(times.values()) < 135
@@ -88,7 +89,7 @@ def test_first_prompts_of_few_categories_are_told(rows: Path) -> None:
     assert notice.evidence["categories"]["math"] == {"taken": 40, "data": 40}
     assert (notice.evidence["rows"], notice.evidence["is_whole"]) == (60, True)
     for whole in (read(rows), read(rows, limit=60), read(rows, limit=60, sample="random")):
-        assert whole.notices == []
+        assert not whole.notices
 
 
 def test_first_prompts_with_other_shares_are_told(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from specdec_cli.experiment.folders.records import Pair, PairFacts, Point, Sampl
 from specdec_cli.experiment.folders.run_folder import LostRecords, RunFolder
 from specdec_cli.experiment.folders.settings_file import (
     earlier_environment,
-    keep_warning,
+    keep_warnings,
     read_settings_file,
     read_warnings,
     write_settings,
@@ -351,7 +351,7 @@ def test_a_folder_has_each_warning_once_and_its_own_environment(tmp_path: Path) 
     folder, notice = RunFolder(tmp_path), Notice("noise", "it was loud")
     write_settings(folder, SETTINGS, [])
     for _ in range(2):
-        keep_warning(folder, SETTINGS, notice)
+        keep_warnings(folder, SETTINGS, [notice])
     assert [one.message for one in read_warnings(tmp_path)] == ["it was loud"]
     assert earlier_environment(tmp_path, {"now": 1}) == {"now": 1}
     (tmp_path / "environment.json").write_text('{"begun": 1}')

@@ -205,8 +205,7 @@ def test_command_lines_run(
     page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A page's commands one after the other, as a reader would, each at small size."""
-    for command in ("sweep_k", "merge"):
-        monkeypatch.setattr(f"specdec_cli.commands.{command}.write_pictures", lambda folder: None)
+    monkeypatch.setattr("specdec_cli.commands.status.write_pictures", lambda folder: None)
     for line in ALONE[page]:
         if "--next-turns second.jsonl" in line:
             Path("second.jsonl").unlink()

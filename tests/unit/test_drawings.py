@@ -152,7 +152,7 @@ def test_rows_of_a_sweep(sweep: ReportedRun) -> None:
     assert draw_comparisons(figure, sweep)
     (axis,) = figure.axes
     names = [label.get_text() for label in axis.get_yticklabels()]
-    (one,) = sweep.comparisons
+    (one,) = sweep.summary.comparisons
     faster, slower = ((arm.draft or "").removeprefix("org/") for arm in (one.arm, one.against))
     assert names[0].index(faster) < names[0].index(slower) and names[1].strip() == "writing"
     fills = [line.get_markerfacecolor() for line in axis.lines if line.get_marker() == "o"]

@@ -41,7 +41,7 @@ def two_drafts(plain_of_b: float) -> tuple[list[Point], list[Comparison]]:
         samples[Key(draft, 1, 1)] = of([(1, 1)] * 6, {"a": 1 / speed, "b": 1 / speed})
     points = [point_of(key, own, samples[Key(key.draft, 1, 0)]) for key, own in samples.items()]
     gains = measured_gains(points, samples)
-    return points, compare_arms(points, gains, samples, seed=0)
+    return points, compare_arms(gains, samples, seed=0)
 
 
 def test_pairs_of_a_category_have_no_ratio_where_a_speedup_has_none() -> None:

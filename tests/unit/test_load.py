@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from specdec_cli.core.figures import Rate
 from specdec_cli.core.types import Request
 from specdec_cli.errors import Notice
-from specdec_cli.experiment.folders.conclusions import Best, Crossover, SweepSummary
+from specdec_cli.experiment.folders.conclusions import Best, Crossover, Summary
 from specdec_cli.experiment.folders.records import Key, Point, Sample, Stretch
 from specdec_cli.experiment.load.arrivals import (
     BEFORE,
@@ -629,7 +629,7 @@ def reported(levels: tuple[int, ...], overloaded: tuple[int, ...] = ()) -> tuple
     times = {k: wave(float(level)) for k, level in zip((0, 2, 4), levels, strict=True)}
     points, samples = points_of(times, {}, overloaded=overloaded)
     best = {"4": best_at_rate(points, samples)}
-    summary = SweepSummary.model_construct(best_by_request_rate=best, best_by_batch_size={})
+    summary = Summary.model_construct(best_by_request_rate=best, best_by_batch_size={})
     where = Path(), False, tuple(points), {"d": "a draft"}, summary
     run = ReportedRun(*where, False, {}, "", {}, True, ())
     return run, best_by_batch_size(run)[0]

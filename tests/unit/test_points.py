@@ -509,7 +509,7 @@ def with_drafts(
             points.append(point_of(key, samples[key], plain))
     gains = measured_gains(points, samples)
     best = recommend(points, gains, seed=0)
-    compared = compare_arms(points, gains, samples, seed=0)
+    compared = compare_arms(gains, samples, seed=0)
     document = {"best_by_batch_size": {"1": best}, "best": best, "points": points}
     return points, best, document | {"comparisons": compared}
 

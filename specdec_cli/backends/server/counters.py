@@ -70,10 +70,6 @@ class Scrape:
         return len(self.by_position) if self.values else None
 
     @property
-    def generated(self) -> float | None:
-        return self.total(_GENERATED)
-
-    @property
     def cache_hits(self) -> float:
         return self.total(_HITS) or 0.0
 
@@ -100,18 +96,18 @@ def difference(before: Scrape, after: Scrape, k: int, tokens: int, most_more: in
     """
     if has_reset(before, after):
         return RESET
-    if (was := before.generated) is not None and (now := after.generated) is not None:
+    was, now = before.total(_GENERATED), after.total(_GENERATED)
+    if was is not None and now is not None:
         if now - was > tokens + most_more:
             return OTHERS
         if now - was < tokens:
             return LATE
-    places = range(k)
     ahead, behind = after.by_position, before.by_position
     drafts, proposed = (
         int((after.total(name) or 0) - (before.total(name) or 0))
         for name in (f"{_SPEC}drafts_total", f"{_SPEC}draft_tokens_total")
     )
-    per_pos = [int(ahead.get(i, 0) - behind.get(i, 0)) for i in places]
+    per_pos = [int(ahead.get(i, 0) - behind.get(i, 0)) for i in range(k)]
     return Counted(
         num_drafts=drafts, num_draft_tokens=proposed, num_accepted_tokens_per_pos=per_pos
     )

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,12 +13,13 @@ import aiohttp
 from specdec_cli.backends.server import times
 from specdec_cli.backends.server.client import error_words, get
 from specdec_cli.backends.server.counters import Scrape
-from specdec_cli.backends.server.dialects import ServerFacts, is_count, words_of
+from specdec_cli.backends.server.dialects import ServerFacts, is_count, listed, words_of
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.recipe.fields import MAX_K
 from specdec_cli.text import one_line
 
 _UNREACHED = "check that it is up, its host and its port; sweep-k --serve vllm starts one by itself"
+_BREADTH = "speculative_eagle_topk"  # SGLang's tokens after each token of its draft tree
 
 
 class KeyWantedError(SetupError):
@@ -71,8 +73,7 @@ async def look_at(
         raise KeyWantedError(
             f"the server at {url} requires a key (HTTP {status})", "set OPENAI_API_KEY to its key"
         )
-    listed = models.get("data") if isinstance(models, Mapping) else None
-    entries = listed if isinstance(listed, list) else []
+    entries = listed(models.get("data"))
     named = {str(m["id"]): m for m in entries if isinstance(m, Mapping) and m.get("id")}
     if not named:
         raise _other_program(url, "/v1/models lists no model")
@@ -85,22 +86,22 @@ async def look_at(
         "max_model_len": most if is_length else None,
     }
     _, info = await _json(http, url, "/server_info")
-    if isinstance(info, Mapping) and "speculative_algorithm" in info:
+    if "speculative_algorithm" in info:
         return ServerFacts(
             **common,
             kind="sglang",
             version=_text(info.get("version")),
             k=_sglang_k(info),
             method=_text(info["speculative_algorithm"]),
-            is_tree=_topk(info) not in (None, 1),
+            is_tree=info.get(_BREADTH) not in (None, 1),
             incremental=bool(info.get("incremental_streaming_output")),
         )
     counters = Scrape.answered(*await _answer(http, url, "/metrics"))
     _, version = await _json(http, url, "/version")
-    if counters is not None or (isinstance(version, Mapping) and "version" in version):
-        told = version.get("version") if isinstance(version, Mapping) else None
+    if counters is not None or "version" in version:
+        told = _text(version.get("version"))
         k = counters.k if counters is not None else None
-        return ServerFacts(**common, kind="vllm", version=_text(told), k=k, method=None)
+        return ServerFacts(**common, kind="vllm", version=told, k=k, method=None)
     return ServerFacts(**common, kind="openai", version=None, k=None, method=None)
 
 
@@ -121,17 +122,12 @@ def _sglang_k(info: Mapping[str, Any]) -> int | None:
     if not (is_count(steps or 0) and is_count(tokens or 0)):
         return None
     # The steps of n-gram lookup are its tokens divided by the breadth of its tree, not its depth.
-    if algorithm != "NGRAM" and steps is not None and (tokens is None or _topk(info) != 1):
+    if algorithm != "NGRAM" and steps is not None and (tokens is None or info.get(_BREADTH) != 1):
         return steps if steps <= MAX_K else None
     # For chains, the number of steps cannot be used: drafters that propose a whole block at once
     # report one step.
     k = max(0, (tokens or 1) - 1)
     return k if k <= MAX_K else None
-
-
-def _topk(info: Mapping[str, Any]) -> Any:
-    """Return how many tokens an SGLang server proposes after each token of its draft tree."""
-    return info.get("speculative_eagle_topk")
 
 
 def _chosen(
@@ -197,11 +193,11 @@ async def _answer(http: aiohttp.ClientSession, url: str, path: str) -> tuple[int
         ) from None
 
 
-async def _json(http: aiohttp.ClientSession, url: str, path: str) -> tuple[int, Any]:
-    """Request a path, and return the HTTP status and the decoded JSON. The status is 0 if the
-    request fails; the JSON is None unless the status is 200 and the body is JSON."""
+async def _json(http: aiohttp.ClientSession, url: str, path: str) -> tuple[int, Mapping[str, Any]]:
+    """Request a path, and return the HTTP status and the JSON object of the body. The status is 0
+    if the request fails; the object is empty unless the status is 200 and the body is one."""
     status, text = await _answer(http, url, path)
-    try:
-        return status, json.loads(text) if status == 200 else None
-    except (ValueError, RecursionError):
-        return status, None
+    with suppress(ValueError, RecursionError):
+        if status == 200 and isinstance(found := json.loads(text), Mapping):
+            return status, found
+    return status, {}

@@ -115,8 +115,8 @@ def command_of(
         flags.append(("--per-request-spec-decode-metrics", "detailed"))
     elif k:
         flags += _sglang_flags(recipe, k)
-        if (length := _sglang_length(recipe, k)) is not None:
-            env["SGLANG_SIMULATE_ACC_LEN"] = str(length)
+        if rule_of(recipe, "SGLang") == "synthetic":  # by a mean: SGLang takes no rates
+            env["SGLANG_SIMULATE_ACC_LEN"] = str(1 + sum(_rates(recipe, k)))
     return Command(launch, flags, tuple(engine.args), env)
 
 
@@ -140,8 +140,7 @@ def _vllm_config(recipe: Recipe, k: int) -> dict[str, Any]:
     if (rule := rule_of(recipe, "vLLM")) is not None:
         found["rejection_sample_method"] = rule
     if rule == "synthetic":
-        rates = marginal_rates(speculation, speculation.num_speculative_tokens, k)
-        found["synthetic_acceptance_rates"] = list(rates[:k])
+        found["synthetic_acceptance_rates"] = _rates(recipe, k)
     return found
 
 
@@ -160,13 +159,10 @@ def _sglang_flags(recipe: Recipe, k: int) -> list[tuple[str, ...]]:
     return found
 
 
-def _sglang_length(recipe: Recipe, k: int) -> float | None:
-    """Return the mean acceptance length that SGLang must simulate; None if nothing is simulated.
-    SGLang draws one length for the whole batch, so it accepts a mean but no rates per position."""
-    if rule_of(recipe, "SGLang") != "synthetic":
-        return None
+def _rates(recipe: Recipe, k: int) -> list[float]:
+    """Return the acceptance rates at k positions that a server must simulate."""
     speculation = recipe.speculation
-    return 1 + sum(marginal_rates(speculation, speculation.num_speculative_tokens, k)[:k])
+    return list(marginal_rates(speculation, speculation.num_speculative_tokens, k)[:k])
 
 
 def rule_of(recipe: Recipe, engine: str) -> str | None:

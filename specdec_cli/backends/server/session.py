@@ -164,9 +164,8 @@ class ServerSession:
         dialect = DIALECTS[facts.kind]
         before = await scrape(http, facts.url) if dialect.counts else None
         most = self.batch_size or None
-        context = self._context(k)
-        vocab_size = self.vocab_size
-        client = Client(http, dialect, facts, params, self.limits, context, vocab_size, most)
+        lengths = self._context(k), self.vocab_size
+        client = Client(http, dialect, facts, params, self.limits, *lengths, most)
         answers = await ask(client)
         if before is None:
             return answers, None

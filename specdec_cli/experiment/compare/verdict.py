@@ -6,6 +6,7 @@ Everything is computed from points and samples.
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
+from operator import attrgetter
 from statistics import fmean, stdev
 from typing import Any
 
@@ -27,6 +28,7 @@ Verdict = dict[str, Any]
 
 _NOTABLE = 0.1  # stages with a smaller share of the whole difference are not mentioned
 _ALIKE = 1e-6  # milliseconds; smaller differences are rounding
+_speed = attrgetter("speed")
 _SAME = 0.01  # smaller relative differences in tokens per round are not mentioned
 
 
@@ -82,19 +84,18 @@ def best_of(
         found: dict[str, Any] = dict.fromkeys(BestPair.model_fields)
         found |= {"tied": [], "reason": reason, "significant": False, "verdict": "inconclusive"}
         return BestPair(**found)
-    best = max(candidates, key=_speed_of)
+    best = max(candidates, key=_speed)
     # Compare speeds only on prompts that ran in all pairs.
     own = [records.of(Pair.of(p), batch_size, settings.k) for p in candidates]
     common = sorted(set.intersection(*(set(without_errors(samples)) for samples in own)))
     tied: list[Point] = []
     if common:
         measures = [measured_speed([samples[i] for i in common]) for samples in own]
-        choice = choose(measures, settings.seed)
-        best = candidates[choice.best]
-        tied = [candidates[i] for i in choice.tied if i != choice.best]
-    plain = max((p for p in points if p.k == 0), key=_speed_of, default=None)
+        first, ties = choose(measures, settings.seed)
+        best, tied = candidates[first], [candidates[i] for i in ties if i != first]
+    plain = max((p for p in points if p.k == 0), key=_speed, default=None)
     rivals = [p for p in candidates if p.target_tp == best.target_tp and p is not best]
-    rival = max(rivals, key=_speed_of, default=None)
+    rival = max(rivals, key=_speed, default=None)
     differing, decided = dict[str, float](), None
     if rival is not None and not disturbed:
         differing = _differing(records, best, rival)
@@ -108,8 +109,7 @@ def best_of(
         tried = [_against_plain(records, p, plain) for p in candidates]
         alike = [one for one in tried if one and len(one.columns) == len(gain.columns)]
         claim = claimed(gain.value, ends, reach_of(alike))
-        seconds = _seconds(records, candidates)
-        measured = gain.value, claim, len(gain.columns), seconds, batch_size
+        measured = gain.value, claim, len(gain.columns), _seconds(records, candidates), batch_size
     verdict, needed, told = judged(claim, [ends], measured, disturbed)
     return BestPair(
         target_tp=best.target_tp,
@@ -121,7 +121,7 @@ def best_of(
         verdict=verdict,
         needed=needed,
         decided_by=decided,
-        decode_tokens_per_second=_speed_of(best),
+        decode_tokens_per_second=best.speed,
         speedup=best.speedup,
         speedup_vs_equal_tp=best.speedup_vs_equal_tp,
         speedup_vs_plain=None if gain is None else gain.value,
@@ -184,10 +184,6 @@ def _metrics(point: Point) -> Metrics:
     return point.metrics
 
 
-def _speed_of(point: Point) -> float:
-    return _metrics(point).decode_tokens_per_second
-
-
 def _reason(
     best: Point,
     rival: Point | None,
@@ -200,7 +196,7 @@ def _reason(
     if plain is not None and gain is not None and gain.value < 1:
         slower = f"slower than plain decoding at target TP {plain.target_tp} ({gain.value:.2f}x)"
         what += f" pair, and {slower}"
-    said = f"{_name(best)} is {what}: {_speed_of(best):.1f} tokens/s{own}"
+    said = f"{_name(best)} is {what}: {best.speed:.1f} tokens/s{own}"
     return said if rival is None else f"{said}; {_against(best, rival, differing)}"
 
 

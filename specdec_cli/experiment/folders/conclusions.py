@@ -305,9 +305,8 @@ class Summary(Record):
     fields that a kind does not write are empty.
 
     recipe: the resolved recipe.
-    best_by_request_rate: the recommendations; the keys are request rates as strings, such as "2.5".
-    best_by_target_tp: the best pairs; the keys are the target TP and then the batch size, as
-        strings.
+    best_by_*: the recommendations or best pairs. The keys are batch sizes or request rates as
+        strings, such as "2.5", or the target TP and then the batch size.
     """
 
     recipe: dict[str, Any] = Field(default_factory=dict)
@@ -319,6 +318,7 @@ class Summary(Record):
         default_factory=list
     )
     sweep: _SweepSection = Field(default_factory=_SweepSection)
+    best_by_batch_size: dict[Name, Best | BestPair] = Field(default_factory=dict)
     best_by_request_rate: dict[Name, Best] = Field(default_factory=dict)
     crossover: Crossover | None = None
     comparisons: list[Comparison] = Field(default_factory=list)
@@ -329,21 +329,3 @@ class Summary(Record):
         own section of the recipe. Return None if there is no such section or method."""
         found = (one for one in self.sweep.recipe.drafts if one is not None)
         return next((one.method for one in found if one.model == draft), None)
-
-
-class SweepSummary(Summary):
-    """The summary.json of a sweep.
-
-    best_by_batch_size: the recommendations; the keys are batch sizes as strings.
-    """
-
-    best_by_batch_size: dict[Name, Best] = Field(default_factory=dict)
-
-
-class ComparisonSummary(Summary):
-    """The summary.json of a comparison.
-
-    best_by_batch_size: the best pairs; the keys are batch sizes as strings.
-    """
-
-    best_by_batch_size: dict[Name, BestPair] = Field(default_factory=dict)

@@ -43,8 +43,7 @@ class Kept:
     def keep(self, found: Sequence[Notice]) -> None:
         """Add warnings to the folder, so that a command that resumes the run repeats them."""
         if self.folder is not None and self.settings is not None:
-            for one in found:
-                settings_file.keep_warning(self.folder, self.settings, one)
+            settings_file.keep_warnings(self.folder, self.settings, found)
 
 
 def key_of(job: Job) -> Key:

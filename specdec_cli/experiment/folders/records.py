@@ -481,6 +481,11 @@ class Point(OfPoint):
         """True if the run was told to predict this point instead of measuring it."""
         return self.status == "skipped" and self.predicted_speedup is not None
 
+    @property
+    def speed(self) -> float:
+        """The decoding speed in tokens/s; 0 if it is unknown."""
+        return self.number("decode_tokens_per_second") or 0.0
+
     def number(self, name: str, part: str | None = None) -> float | None:
         """Return a figure of the point or, if that field is not set, of its metrics. Return None if
         the figure was not measured.

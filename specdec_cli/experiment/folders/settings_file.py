@@ -252,14 +252,14 @@ def keep_environment_warning(
         "environment, measure again into another folder"
     )
     found_now = Notice("environment_changed", told, {"key": key, "was": was, "is": is_now})
-    keep_warning(folder, settings, found_now)
+    keep_warnings(folder, settings, [found_now])
 
 
-def keep_warning(folder: RunFolder, settings: RunSettings, found: Notice) -> None:
-    """Add a warning to settings.json, unless it is there already."""
+def keep_warnings(folder: RunFolder, settings: RunSettings, found: Iterable[Notice]) -> None:
+    """Add those warnings to settings.json that are not there yet."""
     said = read_warnings(folder.path)
-    if found.message not in [one.message for one in said]:
-        write_settings(folder, settings, [*said, found])
+    if new := unsaid(found, said):
+        write_settings(folder, settings, [*said, *new])
 
 
 def unsaid(found: Iterable[Notice], said: Iterable[Notice]) -> list[Notice]:

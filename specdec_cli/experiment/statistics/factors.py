@@ -143,21 +143,9 @@ def midmean(values: Sequence[float] | Array) -> float:
     return float(ordered[cut : len(ordered) - cut].mean())
 
 
-@dataclass(frozen=True, slots=True)
-class Ranking:
-    """The largest of several measures, and those tied with it.
-
-    best: the index of the largest measure.
-    tied: the indices of the largest measure, and of those that do not differ from it significantly
-    (at the 95 % level).
-    """
-
-    best: int
-    tied: tuple[int, ...]
-
-
-def choose(measures: Sequence[Measure], seed: int = 0) -> Ranking:
-    """Find the largest of several measures over the same observations, and those tied with it.
+def choose(measures: Sequence[Measure], seed: int = 0) -> tuple[int, tuple[int, ...]]:
+    """Find the largest of several measures over the same observations, and those tied with it at
+    the 95 % level. Return its index, and the indices of all of them.
 
     A measure is tied if the interval of its ratio to the largest contains 1. If there is no
     interval, it is tied only if both values are equal. A measure whose value is NaN is left out,
@@ -172,7 +160,7 @@ def choose(measures: Sequence[Measure], seed: int = 0) -> Ranking:
         return low <= 1.0 <= high
 
     places = range(len(measures))
-    return Ranking(best, tuple(p for p in places if p == best or is_tied(measures[p])))
+    return best, tuple(p for p in places if p == best or is_tied(measures[p]))
 
 
 def ratio_of(measure: Measure, other: Measure) -> Measure:

@@ -182,8 +182,8 @@ def _of_batches(
         "best_by_batch_size": {str(b): found for b, found in best.items()},
         "comparisons": [
             one
-            for b, found in by_size.items()
-            for one in compare_arms(found, gains[b], records.samples, settings.seed)
+            for b in settings.batch_sizes
+            for one in compare_arms(gains[b], records.samples, settings.seed)
         ],
         "time_curve": [
             curve_point(key, found)

@@ -4,7 +4,7 @@ be compared.
 Does not depend on an engine or on the run folder.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -19,8 +19,8 @@ from specdec_cli.experiment.folders.samples import (
 )
 from specdec_cli.experiment.forecasts import Forecasts
 from specdec_cli.experiment.points import DISTURBED_BEYOND
-from specdec_cli.experiment.statistics.factors import Measure, Product, interval_of, ratio_of
-from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed, speedup
+from specdec_cli.experiment.statistics.factors import Measure, interval_of, ratio_of
+from specdec_cli.experiment.statistics.stats import measured_speed, speedup
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,7 @@ class Gains:
     """The speed-ups of points relative to k = 0, all computed over the same prompts.
 
     points: the points that can be compared.
-    measured, predicted: the speed-up of each point, with the per-prompt data from which its
-        interval is computed. Only one of the two is filled.
+    ratios: the speed-up of each point, with the data from which its interval is computed.
     prompts: the indices of the prompts over which points are compared.
     num_parts: how many parts of the time curve the predictions use; 0 for measured speed-ups.
     seconds: how many seconds the rounds of these prompts took at these points, summed over points
@@ -38,8 +37,7 @@ class Gains:
     """
 
     points: Sequence[Point] = ()
-    measured: Mapping[Key, SumRatio] = field(default_factory=dict)
-    predicted: Mapping[Key, Product] = field(default_factory=dict)
+    ratios: Mapping[Key, Measure] = field(default_factory=dict)
     prompts: frozenset[int] = frozenset()
     num_parts: int = 0
     seconds: float = 0.0
@@ -47,11 +45,10 @@ class Gains:
 
     @property
     def is_predicted(self) -> bool:
-        return bool(self.predicted)
+        return self.num_parts > 0
 
-    def of(self, point: Point) -> SumRatio | Product:
-        key = Key.of(point)
-        return self.predicted[key] if self.predicted else self.measured[key]
+    def of(self, point: Point) -> Measure:
+        return self.ratios[Key.of(point)]
 
     def value(self, point: Point) -> float:
         """Return the speed-up that the point stores. It is computed over all prompts that were
@@ -83,16 +80,14 @@ def measured_gains(points: Sequence[Point], samples: Mapping[Key, Samples]) -> G
         assert gain is not None
         found[key] = gain
     spent = seconds_of(samples, chosen, common)
-    return Gains(chosen, measured=found, prompts=frozenset(common), seconds=spent)
+    return Gains(chosen, found, prompts=frozenset(common), seconds=spent)
 
 
 def seconds_of(
-    samples: Mapping[Key, Samples], points: Iterable[Point], prompts: Iterable[int]
+    samples: Mapping[Key, Samples], points: Iterable[Point], prompts: Collection[int]
 ) -> float:
-    """Return how many seconds the rounds of these prompts took at these points, summed over
-    repeats."""
-    chosen = list(prompts)
-    return sum(sum(samples[Key.of(p)][i].decode_seconds) for p in points for i in chosen)
+    """Return the seconds that these prompts' rounds took at these points, with all repeats."""
+    return sum(sum(samples[Key.of(p)][i].decode_seconds) for p in points for i in prompts)
 
 
 def _why_not_compared(points: Sequence[Point]) -> str:
@@ -128,15 +123,12 @@ def predicted_gains(points: Sequence[Point], forecasts: Mapping[str | None, Fore
         if (gain := basis.gain(key.k, common, parts)) is None:
             return Gains(why_none="the points have no prompt in common")
         found[key] = gain
-    return Gains(chosen, predicted=found, prompts=frozenset(common), num_parts=len(parts))
+    return Gains(chosen, found, prompts=frozenset(common), num_parts=len(parts))
 
 
-def compare_arms(
-    points: Sequence[Point], gains: Gains, samples: Mapping[Key, Samples], seed: int
-) -> list[Comparison]:
-    """Compare every pair of arms at one batch size. Each arm, including plain decoding, is
-    represented by its fastest k. In each pair the faster arm comes first. All comparisons are over
-    the same prompts."""
+def compare_arms(gains: Gains, samples: Mapping[Key, Samples], seed: int) -> list[Comparison]:
+    """Compare every pair of arms at one batch size over the same prompts, the faster arm first.
+    Each arm, including plain decoding, is represented by its fastest k."""
     fastest: dict[str | None, Point] = {}
     for point in gains.points:
         name = point.draft if point.k else None

@@ -9,7 +9,7 @@ from specdec_cli.experiment.folders.records import Key, Point
 from specdec_cli.experiment.folders.samples import Samples, prompts_by_category
 from specdec_cli.experiment.statistics.evidence import Ends, claimed, judged
 from specdec_cli.experiment.statistics.factors import choose, reach_of
-from specdec_cli.experiment.statistics.stats import FEWEST
+from specdec_cli.experiment.statistics.stats import FEWEST, SumRatio
 from specdec_cli.experiment.sweep.gains import Gains, seconds_of
 from specdec_cli.recipe.choices.registry import without_draft
 from specdec_cli.text import counted
@@ -32,9 +32,8 @@ def recommend(
     candidates = list(gains.points)
     if not candidates:
         return Best.none(gains.why_none, verdict="inconclusive")
-    choice = choose([gains.of(p) for p in candidates], seed)
-    tied = [candidates[i] for i in choice.tied]
-    fastest = candidates[choice.best]
+    first, alike = choose([gains.of(p) for p in candidates], seed)
+    fastest, tied = candidates[first], [candidates[i] for i in alike]
     proposing = [p for p in candidates if p.k]
     reach = reach_of([gains.of(p) for p in proposing])
 
@@ -107,10 +106,10 @@ def recommend_by_category(
             for p in gains.points
             if (own := p.per_category.get(name)) is not None and own.speedup is not None
         ]
-        whole = {key: gains.measured[key] for key in map(Key.of, points)}
+        whole = {Key.of(p): m for p in points if isinstance(m := gains.of(p), SumRatio)}
         part = Gains(
             points,
-            measured={key: replace(m, columns=m.columns[rows]) for key, m in whole.items()},
+            {key: replace(m, columns=m.columns[rows]) for key, m in whole.items()},
             prompts=frozenset(chosen),
             seconds=seconds_of(samples, points, chosen),
             why_none="no point could be compared with k = 0",

@@ -14,7 +14,7 @@ from typing import Any
 from specdec_cli.backends.base import Session
 from specdec_cli.core.figures import STAGES
 from specdec_cli.core.types import Request
-from specdec_cli.errors import ExitCode, Notice, RunError, SetupError, UsageError, is_out_of_memory
+from specdec_cli.errors import Notice, is_out_of_memory
 from specdec_cli.experiment.folders.records import CurvePart, Key, Point, given
 from specdec_cli.experiment.folders.samples import baseline_of, without_errors
 from specdec_cli.experiment.forecasts import ReplayText
@@ -22,12 +22,10 @@ from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.lossless_check import PROMPTS, LosslessCheck, greedy_texts, texts_of
 from specdec_cli.experiment.machine import MachineWatch
 from specdec_cli.experiment.measure import MeasuringLoop, balanced, units_of
-from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.statistics.noise import seams_in
 from specdec_cli.experiment.sweep.arms import Arms
 from specdec_cli.experiment.sweep.running import Running
 from specdec_cli.experiment.sweep.time_curve import curve_parts, curve_unit
-from specdec_cli.text import first_line
 
 _log = logging.getLogger("specdec")
 _MOST_PASSES = 4  # maximum number of loads of each arm per batch size, if arms are loaded in turn
@@ -39,16 +37,14 @@ class Sweep(Running):
     them."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         plan, samples = self.plan, self.records.samples
-        self._backend, self._own = plan.jobs[0].backend, plan.jobs[0].plan
         if plan.check_lossless:
             self.check = LosslessCheck(plan.settings.dtype, self._own.params)
         self._watch = MachineWatch(self._own.device, idles=plan.settings.offered is not None)
         self._arms = Arms(plan, self.world, self._begin)
-        self._agreement = self.world.agreement()
         plain = [of for of in samples if of.k == 0 and of.request_rate is None]
         self._earlier = {of: frozenset(samples[of]) for of in plain}
-        self._peak_memory = 0  # in bytes, the maximum over ranks; updated by `_guarded`
 
     @property
     def of_machine(self) -> list[Notice]:
@@ -100,8 +96,7 @@ class Sweep(Running):
         keys = [key for key in settings.measured_keys if not self.records.stretches[key]]
         groups: list[list[Job]] = []
         if keys:
-            together = self._arms.together(jobs)
-            groups = [jobs] if together is not None else [[job] for job in jobs]
+            groups = [jobs] if self._arms.together(jobs) is not None else [[job] for job in jobs]
         for group in groups:
             sessions = self._arms.together(group)
             if sessions is None:
@@ -166,8 +161,7 @@ class Sweep(Running):
     def _lack(self, job: Job, measured: Iterable[Key], timed: Iterable[Key]) -> bool:
         """Return True if an arm lacks samples at a point in `measured`, or parts of the time curve
         at a point in `timed`."""
-        indices = {prompt.index for prompt in job.prompts}
-        return any(indices - self.records.samples[key].keys() for key in measured) or any(
+        return any(self._missing(key, job) for key in measured) or any(
             len(self.records.costs[key]) < curve_parts(job, key.batch_size) for key in timed
         )
 
@@ -258,7 +252,7 @@ class Sweep(Running):
                 left = dict[Key, Job]()
                 for key in keys:
                     unit = units[key.draft][number]
-                    missing = {p.index for p in unit.prompts} - self.records.samples[key].keys()
+                    missing = self._missing(key, unit)
                     if missing and key.k in settings.measured_ks:
                         left[key] = unit.only(missing.__contains__)
                 loop.measure(left, number)
@@ -321,9 +315,6 @@ class Sweep(Running):
             )
         )
 
-    def _most_memory(self) -> int:
-        return max(self._backend.peak_memory(self._own), self._peak_memory)
-
     def _forecast(self, unit: Job, session: Session) -> None:
         """Compute and record how likely the target is to accept each proposal at every position of
         the texts that were generated at the largest k. Speeds at smaller k are predicted from this.
@@ -376,36 +367,3 @@ class Sweep(Running):
             and p.index in samples
             and samples[p.index].could_run
         ]
-
-    def _guarded(self, key: Key, run: Callable[[], object]) -> None:
-        """Run a part of a point. If it fails, record the point as failed and go on with the sweep.
-
-        With several ranks, the sweep can go on only if all ranks fail at the same step.
-        """
-        if key in self.failures:
-            return
-        problem: Exception | None = None
-        try:
-            run()
-        except (SetupError, UsageError):
-            raise
-        except Exception as caught:
-            # Two kinds of errors occur on all ranks at the same step: failures found by rank 0, and
-            # a lack of memory in a pass. Any other error may occur on only some of several ranks,
-            # so it ends the sweep.
-            is_common = isinstance(caught, RunError) or is_out_of_memory(caught)
-            if self.world.size > 1 and not is_common:
-                raise
-            problem = caught
-        has_failed, peaks = self._agreement.settle(problem, self._backend.peak_memory(self._own))
-        self._peak_memory = max(peaks)
-        if has_failed:
-            assert problem is not None
-            _log.debug("k = %d at batch size %d", key.k, key.batch_size, exc_info=problem)
-            reason = first_line(problem) or type(problem).__name__
-            if is_out_of_memory(problem):
-                self.failures[key] = Failure("oom", reason, ExitCode.ENVIRONMENT)
-            else:
-                self.failures[key] = Failure("failed", reason)
-            problem = None  # its traceback keeps the failed call's tensors alive
-            self._backend.free_memory(self._own)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from specdec_cli.backends.base import Prepared, Session
 from specdec_cli.core.figures import Rate
-from specdec_cli.errors import Notice, RunError
+from specdec_cli.errors import ExitCode, Notice, RunError, SetupError, UsageError, is_out_of_memory
 from specdec_cli.experiment.folders.records import Key, Point, Sample
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.load.measuring import measure_at_rate
@@ -25,6 +25,7 @@ from specdec_cli.experiment.sweep.document import points_at
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
 from specdec_cli.launch.world import World
+from specdec_cli.text import first_line
 
 _log = logging.getLogger("specdec")
 
@@ -46,6 +47,11 @@ class Running:
     clock: SweepClock = field(default_factory=SweepClock, init=False)
     # The pairs of draft and k that have been warmed up for load points.
     _warm: set[tuple[str | None, int]] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self._backend, self._own = self.plan.jobs[0].backend, self.plan.jobs[0].plan
+        self._agreement = self.world.agreement()
+        self._peak_memory = 0  # in bytes, the maximum over ranks; updated by `_guarded`
 
     def _points(self, batch_size: int, rate: Rate | None = None) -> list[Point]:
         found = points_at(self.plan.settings, self.records, batch_size, self.failures, rate)
@@ -71,7 +77,7 @@ class Running:
                 self.watcher.sample(key, sample)
 
     def _most_memory(self) -> int:
-        return 0
+        return max(self._backend.peak_memory(self._own), self._peak_memory)
 
     def _loop(self, session_of: Callable[[Key], Session]) -> MeasuringLoop:
         return MeasuringLoop(session_of, self.world, self._keep, self._most_memory, self._guarded)
@@ -86,6 +92,12 @@ class Running:
         self._begin("measuring")
         with self.clock.measures():
             self._guarded(key, partial(self._stretch, key, job, session))
+
+    def _missing(self, key: Key, job: Job) -> set[int]:
+        """Return the prompts of a job that still lack a sample at a point."""
+        if key.request_rate is not None and self.records.stretches[key]:
+            return set()
+        return {p.index for p in job.prompts} - self.records.samples[key].keys()
 
     def _sign(self) -> None:
         """Show that work goes on. Called from time to time while requests arrive."""
@@ -106,11 +118,31 @@ class Running:
         if the point has failed already."""
         if key in self.failures:
             return
+        problem: Exception | None = None
         try:
             run()
-        except RunError as problem:
+        except (SetupError, UsageError):
+            raise
+        except Exception as caught:
+            # Two kinds of errors occur on all ranks at the same step: failures found by rank 0, and
+            # a lack of memory in a pass. Any other error may occur on only some of several ranks,
+            # so it ends the sweep.
+            is_common = isinstance(caught, RunError) or is_out_of_memory(caught)
+            if self.world.size > 1 and not is_common:
+                raise
+            problem = caught
+        has_failed, peaks = self._agreement.settle(problem, self._backend.peak_memory(self._own))
+        self._peak_memory = max(peaks)
+        if has_failed:
+            assert problem is not None
             _log.debug("k = %d at batch size %d", key.k, key.batch_size, exc_info=problem)
-            self.failures[key] = Failure("failed", problem.message)
+            reason = first_line(problem) or type(problem).__name__
+            if is_out_of_memory(problem):
+                self.failures[key] = Failure("oom", reason, ExitCode.ENVIRONMENT)
+            else:
+                self.failures[key] = Failure("failed", reason)
+            problem = None  # its traceback keeps the failed call's tensors alive
+            self._backend.free_memory(self._own)
 
 
 class Starter(Protocol):
@@ -146,11 +178,6 @@ class StartedSweep(Running):
             if missing := [key for key in keys if self._missing(key, job)]:
                 self._on_a_server(missing, job)
         return [point for level in settings.levels for point in self._points(*level)]
-
-    def _missing(self, key: Key, job: Job) -> set[int]:
-        if key.request_rate is not None and self.records.stretches[key]:
-            return set()
-        return {p.index for p in job.prompts} - self.records.samples[key].keys()
 
     def _on_a_server(self, keys: list[Key], job: Job) -> None:
         """Start the server for these points, which differ only in batch size or request rate, and

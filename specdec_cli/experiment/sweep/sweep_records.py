@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -85,11 +85,9 @@ class SweepSettings(RunSettings):
         """Return the key of the point that has this draft and proposal length `k`."""
         return Key(draft if k else self.plain_draft, batch_size, k, request_rate=rate)
 
-    def keys(self, batch_size: int, ks: Iterable[int], rate: Rate | None = None) -> list[Key]:
-        """Return the keys of the points at a batch size and rate, draft by draft. A k = 0 point
-        that all drafts share is returned only once."""
-        chosen = list(ks)
-        found = (self.key(d, batch_size, k, rate) for d in self.drafts for k in chosen)
+    def keys(self, batch_size: int, ks: Sequence[int], rate: Rate | None = None) -> list[Key]:
+        """Return the keys of points, draft by draft; only once a k = 0 point that drafts share."""
+        found = (self.key(d, batch_size, k, rate) for d in self.drafts for k in ks)
         return list(dict.fromkeys(found))
 
     @property

@@ -78,8 +78,7 @@ def draw_comparisons(figure: Any, run: ReportedRun) -> bool:
     for place, (_, part, is_whole) in enumerate(rows):
         if part.speed_ratio is None:
             continue
-        colour = canvas.COLOURS[0]
-        look = {"marker": "o", "markersize": 6 if is_whole else 4.5, "color": colour}
+        look = {"marker": "o", "markersize": 6 if is_whole else 4.5, "color": canvas.COLOURS[0]}
         look |= {} if is_whole else {"mfc": "none"}
         canvas.draw_row(axis, place, part.speed_ratio, part.speed_ratio_ci, **look)
     canvas.name_rows(axis, [name for name, *_ in rows])
@@ -91,9 +90,9 @@ def draw_comparisons(figure: Any, run: ReportedRun) -> bool:
 def _pairs(run: ReportedRun) -> list[tuple[str, SpeedRatio, bool]]:
     """Return the rows of the plot of comparisons: each row's name, its ratio of speeds, and True if
     the ratio is over all prompts or False if it is over one category."""
-    with_batch = len({one.batch_size for one in run.comparisons}) > 1
+    with_batch = len({one.batch_size for one in run.summary.comparisons}) > 1
     rows: list[tuple[str, SpeedRatio, bool]] = []
-    for one in run.comparisons:
+    for one in run.summary.comparisons:
         name = f"{arm_in_words(run, one.arm)} / {arm_in_words(run, one.against)}"
         rows.append((f"batch {one.batch_size}: {name}" if with_batch else name, one, True))
         if one.arm.k and one.against.k:
