@@ -161,7 +161,7 @@ def _recorded(run: ReportedRun, every: Sequence[Point], best: Best | BestPair) -
         chosen,
         best,
         tuple(one for one in dict.fromkeys(tied) if one not in own),
-        bool(disturbances(run.summary.warnings, every[0].batch_size)),
+        bool(disturbances(run.summary.warnings, every[0].batch_size, every[0].request_rate)),
         fastest,
     )
 

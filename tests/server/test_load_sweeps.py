@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import signal
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +25,8 @@ from tests.server.test_started_servers import words as serve_words
 
 COMMON = ("demo", "--limit", 4, "--max-new-tokens", 8, "--set", "run.repeats=1", "-q")
 POISSON = process_of("poisson")
-
+# A busy machine answers as one near its capacity does, or sends its requests late.
+BUSY = re.compile("the queue lasts too long for this window|times were disturbed .client_late")
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("no_pictures")]
 
@@ -108,7 +110,7 @@ def test_servers_under_load(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert found["best"] == best["80"] and found["best_by_batch_size"] == {}
     assert best["80"].keys() == Best.model_fields.keys(), "every field that docs/python.md lists"
     if best["80"]["verdict"] == "inconclusive":  # on a busy machine, see above
-        assert "the queue lasts too long for this window" in best["80"]["reason"]
+        assert BUSY.search(best["80"]["reason"])
         return
     assert best["80"]["k"] == 3 and best["inf"]["by"] == "latency"
     assert found["crossover"] == {"below": 80.0, "above": None}
@@ -213,8 +215,8 @@ def test_a_crowded_server_loses_by_speculation(capsys: pytest.CaptureFixture[str
     assert best["60"]["k"] == 0, best
     assert 3 in best["25"]["tied"], best
     shown = [rate for rate, one in best.items() if one["verdict"] != "inconclusive"]
-    for rate in best.keys() - shown:  # a busy machine answers as one near its capacity does
-        assert "the queue lasts too long for this window" in best[rate]["reason"]
+    for rate in best.keys() - shown:
+        assert BUSY.search(best[rate]["reason"])
     if "25" in shown:
         assert best["25"]["k"] == 3
     assert found["crossover"] == {

@@ -46,6 +46,7 @@ from specdec_cli.experiment.load.points import (
     points_at_rate,
     scored,
 )
+from specdec_cli.experiment.statistics.noise import disturbances
 from specdec_cli.recipe.objectives import objective
 from specdec_cli.report.drawings.load import draw_load
 from specdec_cli.report.findings import Finding, answer, best_by_batch_size, headline
@@ -401,12 +402,14 @@ def points_of(
     overloaded: tuple[int, ...] = (),
     failed: tuple[int, ...] = (),
     crowded: Mapping[int, float] = MappingProxyType({}),
+    lag: float | None = None,
 ) -> tuple[list[Point], dict[Key, dict[int, Sample]]]:
     offered = Offered((4.0,), "poisson", 0, None, slo)
     samples, stretches = {}, {}
     for k, of in times.items():
         key = Key("d", 0, k, request_rate=4.0)
-        samples[key] = {i: sample(k, i, of(i), ok=i not in failed) for i in range(160)}
+        found = (sample(k, i, of(i), ok=i not in failed) for i in range(160))
+        samples[key] = {one.place: one.model_copy(update={"send_lag_ms": lag}) for one in found}
         stretches[key] = {0: stretch(k, crowded.get(k, 0.0), overloaded=k in overloaded)}
     return points_at_rate(offered, samples, stretches, list(samples), {}), samples
 
@@ -448,6 +451,23 @@ def test_a_window_that_is_short_against_its_queue_has_no_interval() -> None:
     ends = [one.load.slo_attainment_ci for one in wider if one.load is not None]
     assert ends[0] is not None and ends[1] is not None
     assert ends[1][0] < ends[0][0] / 2 and ends[0][0] < ends[1][1] < ends[0][1]
+
+
+def test_requests_sent_late_count_as_a_disturbance_at_their_rate_if_they_can_hide_a_gain() -> None:
+    """The mean gap is 250 ms, and the mean latency 100 ms."""
+    for lag, is_told, counts in [(2.0, False, False), (20.0, True, True), (60.0, True, True)]:
+        (told, *_), _ = points_of({0: wave(100.0)}, {}, lag=lag)
+        found = load_warnings([told])
+        assert [one.code for one in found] == ["client_late"] * is_told
+        assert bool(disturbances(found)) is counts is bool(disturbances(found, rate=4.0))
+        assert disturbances(found, rate=8.0) == []
+    (slow,), _ = points_of({0: wave(1000.0)}, {}, lag=20.0)
+    (told,) = load_warnings([slow])
+    assert told.evidence["share_of_latency"] == pytest.approx(0.02, rel=0.2)
+    assert disturbances([told]) == [], "2 % of the latency hide no gain"
+    points, samples = points_of({0: wave(100.0), 2: wave(50.0)}, {}, lag=20.0)
+    late = disturbances(load_warnings(points), rate=4.0)
+    assert best_at_rate(points, samples, late).verdict == "inconclusive"
 
 
 def test_an_overloaded_point_has_no_latency() -> None:

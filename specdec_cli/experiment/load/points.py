@@ -171,7 +171,10 @@ def load_warnings(points: Sequence[Point]) -> list[Notice]:
                 f"{where}: requests were sent late, one in a hundred by {late:.1f} ms or more; "
                 "give the client free processors, or lower --request-rate"
             )
-            found.append(Notice("client_late", told, evidence))
+            whole = point.metrics.e2el_ms if point.metrics is not None else None
+            lag, latency = load.send_lag_ms.mean, whole.mean if whole is not None else None
+            share = lag / latency if lag and latency else None
+            found.append(Notice("client_late", told, evidence | {"share_of_latency": share}))
         own, other = _length(point), plain.get(point.request_rate)
         if point.k and own and other and max(own / other, other / own) > _OTHER_LENGTH:
             told = (

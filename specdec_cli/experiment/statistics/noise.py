@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from specdec_cli.core.figures import Rate
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.records import OUTLYING, Key, Pair, Point, Sample, usual_repeats
 from specdec_cli.experiment.folders.samples import Samples, without_errors
 from specdec_cli.experiment.statistics import stats
+from specdec_cli.experiment.statistics.evidence import NEGLIGIBLE
 from specdec_cli.experiment.statistics.stats import SumRatio
 from specdec_cli.text import counted
 
@@ -367,6 +369,7 @@ DISTURBED = frozenset(
         *("baseline_drift", "outlying_repeats", "repeats_disagree"),
         "impossible_speedup",
         *("cpu_starved", "cpu_throttled", "cpu_load", "gpu_throttled", "gpu_shared"),
+        "client_late",
     }
 )
 
@@ -389,17 +392,26 @@ def off_points(points: Iterable[Point]) -> list[tuple[Point, float]]:
     return found
 
 
-def disturbances(warnings: Iterable[Notice], batch_size: int | None = None) -> list[Notice]:
-    """Return the warnings that prevent results from being called significant at `batch_size`, or at
-    any batch size if it is None.
+def disturbances(
+    warnings: Iterable[Notice], batch_size: int | None = None, rate: Rate | None = None
+) -> list[Notice]:
+    """Return the warnings that prevent results from being called significant at a batch size and a
+    request rate. None stands for all of them.
 
-    A warning whose evidence names batch sizes counts only at those.
+    A warning whose evidence names batch sizes or rates counts only at those. Requests that were
+    sent late count only if the delay is large enough, as a share of the latency, to hide a gain.
     """
-    found = [one for one in warnings if one.code in DISTURBED]
-    return [one for one in found if batch_size is None or batch_size in _sizes(one, batch_size)]
+    wanted = {"batch_size": batch_size, "request_rate": rate}
+    return [
+        one
+        for one in warnings
+        if one.code in DISTURBED
+        and (one.evidence.get("share_of_latency", 1.0) or 0.0) > NEGLIGIBLE
+        and all(value is None or value in _named(one, key, value) for key, value in wanted.items())
+    ]
 
 
-def _sizes(one: Notice, default: int) -> set[int]:
-    """Return the batch sizes that a warning's evidence names; the default if it names none."""
+def _named(one: Notice, key: str, default: Rate) -> set[Rate]:
+    """Return the values of `key` that a warning's evidence names; the default if it names none."""
     named = [one.evidence, *one.evidence.get("points", ())]
-    return {item["batch_size"] for item in named if "batch_size" in item} or {default}
+    return {item[key] for item in named if key in item} or {default}

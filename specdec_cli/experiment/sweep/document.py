@@ -201,10 +201,11 @@ def _at_rates(
 ) -> dict[str, Any]:
     """Compute the conclusions of a sweep whose requests arrive at given rates: the best point at
     each rate, and the rates up to which speculation pays."""
-    disturbed = disturbances(warnings)
     best = {
         rate: best_at_rate(
-            [p for p in points if p.request_rate == rate], records.samples, disturbed
+            [p for p in points if p.request_rate == rate],
+            records.samples,
+            disturbances(warnings, rate=rate),
         )
         for _, rate in settings.levels
         if rate is not None
