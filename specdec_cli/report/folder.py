@@ -83,13 +83,12 @@ def read_folder(path: Path) -> ReportedRun:
             "reports are made from runs of sweep-k and compare-tp",
         )
     settings = _document(path / "settings.json", [])
-    if not document and not (path / "points.jsonl").exists():
-        _refuse_unfinished(path, settings)
-        raise UsageError(
-            f"{path} has neither points.jsonl nor summary.json",
-            "name a run folder of sweep-k or compare-tp",
-        )
     if settings is None and not document:
+        if not (path / "points.jsonl").exists():
+            raise UsageError(
+                f"{path} has neither points.jsonl nor summary.json",
+                "name a run folder of sweep-k or compare-tp",
+            )
         raise UsageError(
             f"{path}: both settings.json and summary.json are missing or damaged",
             "restore one of them from a copy, or run again with another folder for -o",
@@ -101,7 +100,8 @@ def read_folder(path: Path) -> ReportedRun:
     records = list(intact_records(path / "points.jsonl", Point, notes))
     is_comparison = "compare-tp" in schema or any(p.target_tp is not None for p in records)
     summary = _intact(document, notes)
-    points = _latest(summary.points or records)
+    if not (points := _latest(summary.points or records)):
+        raise _nothing_measured(path, settings, notes)
     recipe = _document(path / "recipe.yaml", notes, _yaml_of)
     return ReportedRun(
         path=path,
@@ -140,16 +140,17 @@ def _intact(found: dict[str, Any], notes: list[str]) -> Summary:
                 del found[key]
 
 
-def _refuse_unfinished(path: Path, settings: Mapping[str, Any] | None) -> None:
-    """Raise `UsageError` if a run was started but has no finished point."""
-    if settings is None:
-        return
-    is_sweep = "ks" in (settings.get("settings") or ())
+def _nothing_measured(
+    path: Path, settings: Mapping[str, Any] | None, notes: Sequence[str]
+) -> UsageError:
+    """Make the error for a run without a point. notes: a line about each damaged record or file."""
+    told = notes[0] if notes else "no point of this run is finished yet"
+    is_sweep = settings is not None and "ks" in (settings.get("settings") or ())
     has_samples = next(intact_records(path / "samples.jsonl", Record, []), None) is not None
     hint = f"go on with --resume -o {path}"
     if is_sweep and has_samples:
         hint = f"`specdec merge {path} -o NEW` computes points from its samples; or {hint}"
-    raise UsageError(f"{path}: no point of this run is finished yet", hint)
+    return UsageError(f"{path} has no measured point: {told}", hint)
 
 
 def _latest(records: list[Point]) -> tuple[Point, ...]:

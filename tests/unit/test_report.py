@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.experiment.folders.conclusions import VERSION
 from specdec_cli.report import write
 from specdec_cli.report.content import Content
 from specdec_cli.report.drawings.canvas import reach
@@ -348,20 +349,10 @@ def test_a_failed_point_that_was_run_again(tmp_path: Path) -> None:
         sweep_points(ks=(0,), batch_sizes=(1,)),
         [sweep_point(DRAFT, 3, 1, 0.7, 0.9, 4.2)],
         [{"k": 3, "batch_size": 1, "draft": DRAFT, "status": "failed", "reason": "it broke"}],
-        [],
-        [{"status": "ok"}, {"k": "3", "batch_size": True, "metrics": [1], "speedup": "fast"}],
-        [
-            {
-                "k": 2,
-                "batch_size": 1,
-                "draft": 5,
-                "metrics": {"ttft_ms": 3, "round_ms": float("nan")},
-            }
-        ],
         comparison_points(target_tps=(1,), batch_sizes=(1,))[:1],
         comparison_points(target_tps=(1,), batch_sizes=(1,))[1:],
     ],
-    ids="k=0-only one-point failed none odd odder plain-tp one-tp".split(),
+    ids="k=0-only one-point failed plain-tp one-tp".split(),
 )
 def test_small_and_odd_folders(points: list[Any], tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "run", points, finished=False)
@@ -377,6 +368,32 @@ def test_small_and_odd_folders(points: list[Any], tmp_path: Path) -> None:
     if points and points[0].get("reason"):
         assert "failed: it broke" in parsed.text
         assert content.headline == "No point was measured."
+
+
+@pytest.mark.parametrize("has_summary", [False, True])
+@pytest.mark.parametrize(
+    ("points", "told"),
+    [
+        ([], "no point of this run is finished yet"),
+        ([{"status": "ok"}, {"k": "3", "batch_size": True, "metrics": [1]}], "is not a record"),
+        ([{"k": 2, "batch_size": 1, "draft": 5, "metrics": {"ttft_ms": 3}}], "is not a record"),
+    ],
+)
+def test_a_run_without_a_point_is_refused(
+    points: list[Any], told: str, has_summary: bool, tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path / "run", points, finished=False)
+    if has_summary:
+        document = {"schema": "specdec.sweep-k/1", "points": points, "best": None}
+        (folder / "summary.json").write_text(json.dumps(document))
+    with pytest.raises(UsageError, match=f"run has no measured point: .*{told}") as found:
+        read_folder(folder)
+    assert found.value.hint == f"go on with --resume -o {folder}"
+    (folder / "samples.jsonl").write_text("{}\n")
+    (folder / "settings.json").write_text(json.dumps({"version": VERSION, "settings": {"ks": [0]}}))
+    with pytest.raises(UsageError) as found:
+        read_folder(folder)
+    assert "`specdec merge" in found.value.hint
 
 
 def test_what_is_no_run_folder(tmp_path: Path) -> None:
@@ -905,7 +922,9 @@ def test_an_unfinished_run_says_what_to_do(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "samples.jsonl").write_text('{"k": 0}\n{"k": 1')
     for settings, words in [({"ks": [0, 1]}, f"specdec merge {folder} -o NEW"), ({}, "--resume")]:
-        (folder / "settings.json").write_text(json.dumps({"settings": settings}))
+        (folder / "settings.json").write_text(
+            json.dumps({"version": VERSION, "settings": settings})
+        )
         with pytest.raises(UsageError, match="no point of this run is finished") as caught:
             read_folder(folder)
         assert words in (caught.value.hint or "")
