@@ -1160,6 +1160,20 @@ def test_errors(capsys: Capture, options: list[str], code: int, message: str) ->
     refused(specdec(capsys, *SWEEP, *options), code, message)
 
 
+@pytest.mark.parametrize("kind", ["copy", "link", "spelling"])
+def test_one_draft_under_two_names_is_refused(
+    capsys: Capture, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(demo_path("demo:draft"), "draft")
+    Path("link").symlink_to("draft")
+    names = {"copy": ["demo:draft", "draft"], "spelling": ["draft", "./draft/"]}
+    names |= {"link": ["draft", "link"]}
+    one, other = names[kind]
+    told = f"--draft: {one} and {other} are one draft: their configs and weights are equal"
+    refused(specdec(capsys, *SWEEP, "--draft", one, "--draft", other), 2, told)
+
+
 @pytest.mark.parametrize(
     "number, code",
     [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)],

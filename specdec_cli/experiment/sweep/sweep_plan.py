@@ -117,10 +117,7 @@ def plan_sweep(
     if check_lossless:
         refuse_unfit(jobs[0].plan, ks)
     recipe = _with_load(recipes[0])
-    names = [job.plan.proposer for job in jobs]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UsageError(f"--draft: {twice} is given twice")
+    names = _different(jobs)
     options.unmade.update(names)
     if batch_sizes[0]:  # 0 means unlimited concurrency
         recipe = recipe.changed("run", batch_size=batch_sizes[0])
@@ -153,6 +150,22 @@ def plan_sweep(
                 f"{settings.prompts['count']}"
             )
     return SweepPlan(recipe, settings, jobs, found, prompts.own, check_lossless)
+
+
+def _different(jobs: Sequence[Job]) -> list[str | None]:
+    """Return the names of the jobs' drafts and methods. Raises `UsageError` if two of them are the
+    same draft, under one name or two."""
+    found = dict[tuple[str, str | None], str | None]()
+    for job in jobs:
+        name = job.plan.proposer
+        arm = job.plan.recipe.speculation.method, job.plan.fingerprint("draft") or name
+        if arm in found:
+            told = f"{name} is given twice"
+            if found[arm] != name:
+                told = f"{found[arm]} and {name} are one draft: their configs and weights are equal"
+            raise UsageError(f"--draft: {told}", "leave one of them out")
+        found[arm] = name
+    return list(found.values())
 
 
 def _with_load(recipe: Recipe) -> Recipe:
