@@ -359,7 +359,8 @@ def _same(names: list[str], readers: dict[str, ReadWeight], spec: ModelSpec) -> 
             raise SetupError(
                 f"{names[0]} and {name} of {spec.name} differ, but config.json says that they are "
                 "the same",
-                "if they were trained apart, set tie_word_embeddings to false in config.json",
+                "transformers uses both, vLLM only the first; to use both, set "
+                "tie_word_embeddings to false in config.json",
             )
     return partial(same, first)
 

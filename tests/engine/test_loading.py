@@ -506,6 +506,11 @@ def test_tied_tensors_that_differ(tmp_path: Path) -> None:
     rewrite(folder, {"lm_head.weight": embedding + 1})
     problem = refusal(folder)
     assert "lm_head.weight" in problem.message and "tie_word_embeddings" in (problem.hint or "")
+    # The config that the hint asks for loads both, like transformers.
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = load_folder(folder)
+    assert torch.equal(found.lm_head.weight, found.get_input_embeddings().weight + 1)
 
 
 # Experts: files hold each separately, modules hold them in one tensor.
