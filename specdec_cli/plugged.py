@@ -20,6 +20,7 @@ from specdec_cli.errors import ExitCode, SpecdecError, UsageError
 from specdec_cli.lengths.base import LastRounds
 from specdec_cli.lengths.costs import RoundCosts
 from specdec_cli.methods.base import MethodParts, Proposer
+from specdec_cli.text import counted
 
 # The least value of each attribute, or method's result, that has to be an integer.
 _LEAST = {"tail": 1, "tail_for": 1, "max_len": 0, "max_lag": 0, "ahead": 0, "kv_after": 0}
@@ -329,10 +330,10 @@ class PluggedRule(AcceptanceRule):
             told = f"decide changed tensors of candidates in {written} rounds"
             raise UsageError(f"{self.who}: {told}", _COPY)
         if accepted or ids:
-            told = f"{accepted} of the num_accepted that decide returned are outside 0..lens"
+            told = f"{counted(accepted, 'value')} of num_accepted outside 0..lens"
             if ids:
-                told = f"{ids} of the token_ids that decide returned are outside the vocabulary"
-            raise UsageError(f"{self.who}: {told}")
+                told = f"{counted(ids, 'token id')} outside the vocabulary"
+            raise UsageError(f"{self.who}: decide returned {told}")
 
     def forecast(
         self, index: int, start: int, count: int, k: int, params: SamplingParams

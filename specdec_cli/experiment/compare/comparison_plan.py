@@ -215,7 +215,7 @@ def warnings_of(plan: ComparisonPlan) -> list[Notice]:
         rule = plan.recipe.speculation.acceptance
         found.append(Notice("acceptance_rule", f"acceptance is {rule}: {remark}", {"rule": rule}))
     if len(plan.to_run) == 1:
-        told = "there is one pair to measure: give more with --target-tp and --draft-tp"
+        told = "only one pair is measured: name more degrees with --target-tp and --draft-tp"
         found.append(Notice("one_pair", told))
     counts = [plan.settings.num_prompts(b) for b in plan.settings.batch_sizes]
     job = plan.job
