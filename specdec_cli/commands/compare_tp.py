@@ -78,7 +78,7 @@ def compare_tp(
     found = find_prompts(source, resolved, asked)
     resolved = resolved.model_copy(update={"data": found.data})
     output, quiet = asked.output, asked.quiet
-    with waiting("getting ready", quiet=quiet), contextlib.ExitStack() as scratch:
+    with waiting("getting ready", quiet=asked.hides_progress), contextlib.ExitStack() as scratch:
         with importing():
             from specdec_cli.experiment.compare import comparison_plan as plans
             from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
@@ -166,7 +166,8 @@ def compare_tp_ranks(
         with importing():
             from specdec_cli.experiment.compare.worker import PairTask, measure
             from specdec_cli.experiment.folders.records import Point
-            from specdec_cli.terminal.render import can_redraw, say
+            from specdec_cli.terminal.progress import can_redraw
+            from specdec_cli.terminal.render import say
             from specdec_cli.terminal.sweep import point_line
 
         def tell(point: Point) -> None:

@@ -77,7 +77,7 @@ def generate(
         if next_turns is not None:
             _check_turns(found.prompts, next_turns, asked.output)
         is_single = bool(source.prompt) and len(found.prompts) == 1
-        with waiting("getting ready", quiet=asked.quiet) as stages:
+        with waiting("getting ready", quiet=asked.hides_progress) as stages:
             backend: specdec_cli.backends.base.Backend
             if named is not None:
                 from specdec_cli.backends.server.backend import ServerBackend

@@ -296,6 +296,11 @@ class Asked:
         0, or the parent process if it started the ranks."""
         return self.place.rank is None or self.place.rank.tells_user
 
+    @property
+    def hides_progress(self) -> bool:
+        """True with --quiet, and on all ranks but the first."""
+        return self.quiet or not self.place.is_first
+
     def permissions(self) -> Permissions:
         """Return the permissions that the command line gives."""
         plugins = tuple(os.path.abspath(file) for file in self.plugin or ())

@@ -87,7 +87,7 @@ def profile_blocks(
         if not asked.place.is_first:
             return  # every process would compute the same estimate, and only one may write it
         rooms = _rooms(device_memory, memory)
-        with waiting("estimating", quiet=asked.quiet), _naming_shapes():
+        with waiting("estimating", quiet=asked.hides_progress), _naming_shapes():
             resolved, document = _estimated(asked, source, lists, rooms, context)
         asked.warn_of_unused(resolved, has_draft=has_draft, draft_tp=lists["draft_tp"][0])
         asked.warn_of_engine(resolved)
@@ -117,7 +117,7 @@ def _measured(
 
     If there is an output folder, rank 0 creates it as a run folder before measuring.
     """
-    with waiting("getting ready", quiet=asked.quiet) as stages:
+    with waiting("getting ready", quiet=asked.hides_progress) as stages:
         with importing(world.device):
             from specdec_cli.backends import native
             from specdec_cli.engine.plan import plan

@@ -83,8 +83,7 @@ def write_pictures(folder: Path) -> None:
 class Stages:
     """Shows the progress of a command's preparation, which consists of stages.
 
-    show: displays a stage's name, the number of stages done, and the total; None if stderr is not a
-    terminal.
+    show: displays a stage's name, the number of stages done, and the total; None with --quiet.
     """
 
     show: Callable[[str, int, int], None] | None
@@ -105,10 +104,20 @@ class Stages:
 
 @contextmanager
 def waiting(what: str, *, quiet: bool) -> Iterator[Stages]:
-    """Show `what` and then a progress bar with stages during the block, if stderr is a
-    terminal."""
-    if quiet or not sys.stderr.isatty():
+    """Show `what`, and then the stages of the block, on stderr: as a progress bar or, if nothing
+    can be redrawn there, as a line after every half minute without output."""
+    from specdec_cli.terminal.progress import Ticker, can_redraw
+
+    if quiet:
         yield Stages(None)
+        return
+    if not can_redraw():
+        latest = [what]
+        ticker = Ticker(lambda: latest[-1])
+        try:
+            yield Stages(lambda stage, done, total: latest.append(stage))
+        finally:
+            ticker.close()
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

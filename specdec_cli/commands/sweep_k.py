@@ -243,7 +243,7 @@ def sweep_k(
         ) as (world, found),
         ExitStack() as open_until_end,
     ):
-        with waiting("getting ready", quiet=asked.quiet):
+        with waiting("getting ready", quiet=asked.hides_progress):
             backend: specdec_cli.backends.base.Backend
             starter = None
             if named is not None or serves:
@@ -362,7 +362,7 @@ def _sweep(
     from specdec_cli.terminal.sweep import print_results, watcher
 
     output, quiet = asked.output, asked.quiet
-    with waiting("getting ready", quiet=quiet):
+    with waiting("getting ready", quiet=asked.hides_progress):
         warnings = [*warnings_of(plan), *few_prompts(plan.num_prompts)]
         records, folder, plain = SweepRecords(), None, list[Sample]()
         if named is not None and named.baseline is not None:

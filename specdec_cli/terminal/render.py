@@ -5,8 +5,6 @@ that a model's output cannot control the terminal.
 """
 
 import sys
-import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TextIO
 
@@ -21,6 +19,7 @@ from rich.text import Text
 
 from specdec_cli.core.figures import TTFT_PARTS, Metrics, stages_in
 from specdec_cli.experiment.statistics.stats import among_rounds
+from specdec_cli.terminal.progress import can_redraw
 from specdec_cli.text import counted, inert
 
 _WORD = 20  # terminal columns: enough for most words, so a wrapped column needs no more
@@ -108,13 +107,6 @@ def has_colour(stream: TextIO) -> bool:
     """Return whether `stream` shows colours. NO_COLOR turns colours off."""
     out = console(stream)
     return out.color_system is not None and not out.no_color
-
-
-def can_redraw() -> bool:
-    """Return True if stderr is a terminal on which bars and live tables appear. On one that cannot
-    move its cursor (TERM=dumb) rich shows none of them."""
-    out = console(sys.stderr)
-    return sys.stderr.isatty() and out.is_terminal and not out.is_dumb_terminal
 
 
 def progress_bar() -> Progress:
@@ -253,34 +245,3 @@ def print_summary(
     out.print(summary_table(metrics, baseline, remarks=remarks, **look))
     if baseline is not None and baseline.decode_tokens_per_second:
         out.print(verdict_line(metrics, baseline))
-
-
-_SILENCE_S = 30.0  # seconds of silence after which a line is printed
-_LOOK_S = 1.0
-
-
-class Ticker:
-    """Prints the result of `text()` whenever half a minute has passed without output. It runs in a
-    thread until `close`."""
-
-    def __init__(self, text: Callable[[], str]) -> None:
-        self._text = text
-        self._began = self._last = time.monotonic()
-        self._ended = threading.Event()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def say(self, line: str) -> None:
-        """Print a line, and count the silence from now on."""
-        self._last = time.monotonic()
-        say(line)
-
-    def close(self) -> None:
-        """Stop printing."""
-        self._ended.set()
-
-    def _run(self) -> None:
-        while not self._ended.wait(_LOOK_S):
-            now = time.monotonic()
-            if now - self._last >= _SILENCE_S:
-                minutes, seconds = divmod(round(now - self._began), 60)
-                self.say(f"{self._text()} after {minutes}:{seconds:02d}")

@@ -16,12 +16,11 @@ from specdec_cli.experiment.folders.generate_folder import SAMPLES, key_of
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.generation import Job, Output, output_of
 from specdec_cli.experiment.measure import sample_of
+from specdec_cli.terminal.progress import Ticker, can_redraw
 from specdec_cli.terminal.render import (
     ACCEPTED,
     HEADING,
     PROMPT,
-    Ticker,
-    can_redraw,
     console,
     progress_bar,
 )

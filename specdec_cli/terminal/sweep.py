@@ -39,7 +39,7 @@ from specdec_cli.experiment.sweep.recommend import has_several_drafts, in_words
 from specdec_cli.report import cells as cell
 from specdec_cli.report.cells import Cell, Value
 from specdec_cli.terminal import render
-from specdec_cli.terminal.render import Ticker
+from specdec_cli.terminal.progress import Ticker, can_redraw
 from specdec_cli.text import inert, one_line
 
 _MARK = ""
@@ -200,7 +200,7 @@ def watcher(total: int, unseen: Callable[[], Iterable[Sample]] = tuple, *, quiet
     """
     if quiet:
         return Watcher()
-    return (SweepTable if render.can_redraw() else SweepLines)(total, unseen)
+    return (SweepTable if can_redraw() else SweepLines)(total, unseen)
 
 
 def point_line(point: Point) -> str:

@@ -12,7 +12,7 @@ def test_stages_count_up() -> None:
     assert shown == [("loading", 0, 2), ("compiling", 1, 2)]
 
 
-def test_nothing_is_shown_without_a_terminal(capsys: object) -> None:
+def test_a_short_preparation_is_not_shown_without_a_terminal(capsys: object) -> None:
     with waiting("getting ready", quiet=False) as stages:
         stages.expect(3)
         stages.begin("loading")

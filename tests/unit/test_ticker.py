@@ -1,23 +1,25 @@
 """Lines of progress on a stderr that is no terminal."""
 
 import re
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from specdec_cli.commands.status import waiting
 from specdec_cli.experiment.folders.records import Key, Sample
-from specdec_cli.terminal import render
-from specdec_cli.terminal.render import Ticker
+from specdec_cli.terminal import progress
+from specdec_cli.terminal.progress import Ticker
 from specdec_cli.terminal.sinks import PromptLines
 from specdec_cli.terminal.sweep import SweepLines
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render, "_SILENCE_S", 0.2)
-    monkeypatch.setattr(render, "_LOOK_S", 0.02)
+    monkeypatch.setattr(progress, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(progress, "_LOOK_S", 0.02)
 
 
 def test_silence_is_broken_and_lines_put_it_off(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,6 +36,24 @@ def test_silence_is_broken_and_lines_put_it_off(capsys: pytest.CaptureFixture[st
     assert set(capsys.readouterr().err.splitlines()) == {"a point"}
     time.sleep(0.3)
     assert capsys.readouterr().err == "", "closed"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_preparation_tells_its_stage(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    """Bars do not appear in a file, nor on a terminal that cannot move its cursor."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setenv("TERM", "dumb")
+    with waiting("getting ready", quiet=False) as stages:
+        time.sleep(0.5)
+        stages.begin("loading models")
+        time.sleep(0.5)
+    lines = capsys.readouterr().err.splitlines()
+    assert {line.partition(" after ")[0] for line in lines} == {"getting ready", "loading models"}
+    with waiting("getting ready", quiet=True):
+        time.sleep(0.5)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_sweep_tells_its_stage_and_the_samples_of_other_processes(
