@@ -122,8 +122,12 @@ def _as_conversation(
         elif own is not None:
             unused.append(SYSTEM_KEYS[0])
         return replace(prompt, text=text, system=None, template={}, unused=tuple(unused))
-    system = system if own is None else own
-    if system is not None and not any(m["role"] in ("system", "developer") for m in messages):
-        messages = ({"role": "system", "content": system}, *messages)
-    given = {**template, **prompt.template}
-    return replace(prompt, text=None, messages=messages, system=None, template=given)
+    given = {SYSTEM_KEYS[0]: own, "data.system": system}
+    opening = next((m["content"] for m in messages if m["role"] in ("system", "developer")), None)
+    if opening is None and (opening := system if own is None else own) is not None:
+        messages = ({"role": "system", "content": opening}, *messages)
+    switches = {**template, **prompt.template}
+    found = replace(prompt, text=None, messages=messages, system=None, template=switches)
+    overruled = [key for key, text in given.items() if text is not None and text != opening]
+    overruled += [f"data.template.{key}" for key in template if template[key] != switches[key]]
+    return replace(found, unused=(*prompt.unused, *overruled))

@@ -104,13 +104,14 @@ def prompt_of(row: object, column: str | None, turn: int = 1) -> Prompt:
     if key not in row:
         raise BadRow(f"has no column {shown(column)}: {columns_in_words(tuple(row))}")
     found = _of_value(row[key], key, turn)
-    text, system = found.text, next(filter(None, map(row.get, SYSTEM_KEYS)), None)
+    text, systems = found.text, {name: row[name] for name in SYSTEM_KEYS if row.get(name)}
+    system = next((value for value in systems.values() if isinstance(value, str)), None)
     joined = ""
     if key == "instruction" and text is not None:
         joined = next((name for name in JOINED_KEYS if _is_given(row.get(name), str)), "")
     if joined:
         text = f"{text}\n\n{checked(str(row[joined]), 'beside the instruction')}"
-    odd = [name for name in SYSTEM_KEYS if row.get(name) and not isinstance(row[name], str)]
+    odd = [name for name, value in systems.items() if value != system]
     others = PROMPT_KEYS if column is None else ()
     told = (name for name in (*MEDIA_KEYS, *_TOLD_KEYS, *others) if name not in (key, joined))
     ignored = [name for name in told if _is_given(row.get(name))]
@@ -119,7 +120,7 @@ def prompt_of(row: object, column: str | None, turn: int = 1) -> Prompt:
         text=text,
         category=category,
         later=found.later or _turns(row.get(LATER_KEY) or [], LATER_KEY),
-        system=checked(system, "system message") if isinstance(system, str) else None,
+        system=None if system is None else checked(system, "system message"),
         template=_template_of(row),
         unused=(*odd, *ignored),
     )

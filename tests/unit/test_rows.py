@@ -138,6 +138,26 @@ def test_a_rows_system_message_comes_first(key: str, tmp_path: Path) -> None:
     assert plain.text == "Be brief.\n\nSum."
 
 
+def test_settings_that_rows_overrule_are_counted(tmp_path: Path) -> None:
+    switches = {"chat_template_kwargs": {"enable_thinking": True, "date": 1}}
+    rows: list[dict[str, Any]] = [
+        {"messages": [OPENED, ASK], "system": "Be brief."},
+        {"messages": [OPENED, ASK], "system_prompt": OPENED["content"], **switches},
+        {"prompt": "Sum.", "system": "Be brief.", "system_prompt": "Be kind."},
+        {"prompt": "Sum.", "system": 5, "system_prompt": "Be kind."},
+        {"prompt": "Sum."},
+    ]
+    template = {"enable_thinking": False, "date": 1}
+    found = as_conversations(read(tmp_path, *rows), "on", "Be kind.", template)
+    assert [p.messages and p.messages[0]["content"] for p in found] == [
+        *("Be exact.", "Be exact.", "Be brief.", "Be kind.", "Be kind.")
+    ]
+    (said,) = unused_keys(found)
+    want = {"system": 2, "system_prompt": 1, "data.system": 3, "data.template.enable_thinking": 1}
+    assert dict(said.evidence) == want
+    assert "data.system (3 of 5 rows)" in said.message
+
+
 def test_what_a_row_gives_its_template(tmp_path: Path) -> None:
     given = {"tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}}
     as_text = {key: json.dumps(value) for key, value in given.items()}  # as tables hold it
