@@ -337,7 +337,7 @@ class Asked:
         has_draft: bool,
         draft_tp: object = None,
     ) -> None:
-        """Warn the user about proposal options that have no effect with the recipe's method.
+        """Warn the user about options and keys that have no effect beside the recipe's choices.
 
         recipes: the resolved recipes, one for each draft.
         draft_tp: the value of --draft-tp, if the command has its own option.
@@ -365,8 +365,9 @@ class Asked:
             typer.echo(f"warning: {key} has no effect: {told}", err=True)
 
     def _unread(self, *recipes: "specdec_cli.recipe.Recipe") -> Iterator[tuple[str, str]]:
-        """Yield the keys of `speculation` that none of the recipes reads, although the user sets
-        them, by --set or in the recipe's file, each with the choice for which it is not read."""
+        """Yield the keys of `sampling` and `speculation` that none of the recipes reads, although
+        the user sets them, by option, by --set or in the recipe's file, each with the choice for
+        which it is not read."""
         from specdec_cli.recipe.choices.registry import METHODS, POLICIES, RULES, readers_of
 
         choices: dict[str, Mapping[str, Any]]
@@ -384,6 +385,11 @@ class Asked:
             chosen: list[Any] = [attrgetter(chooser)(one.speculation) for one in recipes]
             if not any(name in names or choices[chooser][name].code for name in chosen):
                 yield key, f"speculation.{chooser} is {' or '.join(dict.fromkeys(chosen))}"
+        sampling = recipes[0].sampling
+        if sampling.temperature == 0 and sampling.source == "recipe":
+            for own in ("top_k", "top_p"):
+                if getattr(sampling, own) != type(sampling).model_fields[own].default:
+                    yield f"sampling.{own}", "sampling.temperature is 0"
 
     def warn_of_engine(
         self, recipe: "specdec_cli.recipe.Recipe", *, asks: bool = False, starts: bool = False

@@ -574,6 +574,10 @@ SYNTHETIC = "speculation.synthetic_acceptance_length"
             "speculation.block_width has no effect: speculation.method is ngram",
         ),
         (["speculation.ngram_max=2"], None),
+        (["sampling.top_k=5"], "sampling.top_k has no effect: sampling.temperature is 0"),
+        (["sampling.top_p=0.9"], "sampling.top_p has no effect: sampling.temperature is 0"),
+        (["sampling.top_p=0.9", "sampling.temperature=0.5"], None),
+        (["sampling.top_p=1"], None),
     ],
 )
 def test_keys_that_no_choice_reads_are_warned_of(
