@@ -229,7 +229,7 @@ def _run(
 
     Returns all outputs, their metrics and the samples. For resumed runs and runs on a server, the
     metrics are computed from all samples, including those that the folder already held. Otherwise
-    the engine computes the metrics, and no samples are returned.
+    the engine computes the metrics.
     """
     job, sinks, done = ready.job, [], ready.kept.done
     if world.is_first:
@@ -257,24 +257,25 @@ def _run(
     watch.begin()
     try:
         show, finish = collector(job, sinks, earlier)
+        metrics = None
         if ready.session is not None:
             plan = job.plan
             left = ready.left
             # A server's answers are only written when all requests of a batch are done. So send
             # small batches: if the process is killed, only the answers of one batch are lost.
             units = [left] if job.backend.is_native else units_of(left, plan.recipe.run.batch_size)
-            metrics = None
             for unit in units:
                 metrics = ready.session.run(requests(unit), plan.k, plan.params, on_round)
             watch.look(at_end=True)
-            if not done and metrics is not None:
-                peak = job.backend.peak_memory(job.plan)
-                return finish(), metrics.model_copy(update={"peak_memory_bytes": peak}), {}
         key, limit = key_of(job), job.plan.params.max_new_tokens
         peak = job.backend.peak_memory(job.plan)
         of_new = [sample_of(key, None, [one], limit, peak) for one in new.values()]
         samples = {**done, **{sample.index: sample for sample in of_new}}
-        return finish(), point_metrics(list(samples.values()), key), samples
+        if done or metrics is None:
+            metrics = point_metrics(list(samples.values()), key)
+        else:
+            metrics = metrics.model_copy(update={"peak_memory_bytes": peak})
+        return finish(), metrics, samples
     finally:
         for sink in sinks:
             sink.close()

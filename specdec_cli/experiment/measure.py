@@ -154,6 +154,7 @@ def sample_of(
     are_counted = len(experts) == len(runs)
     parts = [part for s in runs if (part := s.ttft_parts_ms) is not None]
     of_server = [s.served for s in runs if s.served is not None]
+    is_cut = first.finish_reason == "length" and first.max_output_tokens < limit
     return Sample(
         **key.as_dict(),
         index=first.index,
@@ -178,6 +179,7 @@ def sample_of(
             num_tokens_from_prefill=first.num_tokens_from_prefill or None,
             distinct_experts=experts if are_counted else None,
             ttft_parts_ms={n: [p[n] for p in parts] for n in parts[0]} if parts else None,
+            remarks=["context_full"] if is_cut and first.served is None else None,
         ),
         **(_served_fields(first.served, of_server) if first.served is not None else {}),
     )

@@ -21,6 +21,8 @@ _REMARKS = {
     "max_new_tokens (vLLM's --max-model-len, SGLang's --context-length), or ask for fewer",
     "max_tokens_exceeded": "the server wrote more tokens than max_new_tokens, so texts are longer "
     "than asked, and than another server's: configure it to respect the request's max_tokens",
+    "context_full": "texts ended before max_new_tokens, because the context was full, so they are "
+    "shorter than asked: shorten the prompts, or lower max_new_tokens",
     "one_chunk": "the server sent whole texts in one chunk, so their decoding time is unknown and "
     "speeds leave them out: make it stream each token (a proxy in between may hold chunks back)",
     "counters_reset": "the server's counters were reset, so acceptance is unknown: do not restart "
@@ -190,7 +192,7 @@ def other_engines(samples: Iterable[Samples]) -> list[Notice]:
 
 
 def remarks_of(samples: Iterable[Samples]) -> list[Notice]:
-    """Return one warning for each kind of remark about servers, with the number of samples that
+    """Return one warning for each kind of remark in the samples, with the number of samples that
     have it and the prompt of the first one."""
     found: dict[str, list[Sample]] = {}
     for of in samples:

@@ -555,6 +555,14 @@ def test_proposals_that_nobody_makes_are_warned_of(run: Run) -> None:
     assert run(*alone, *other).err == said
 
 
+@pytest.mark.parametrize(("room", "is_cut"), [(8, True), (64, False)])
+def test_a_text_that_the_context_cuts_is_told(run: Run, room: int, is_cut: bool) -> None:
+    sets = ("--set", f"cache.max_model_len={room}")
+    found = run("--prompt", "def f(", "--max-new-tokens", "9", "--ignore-eos", "-q", *sets)
+    assert found.code == 0
+    assert found.err.startswith("warning: texts ended before max_new_tokens, because") is is_cut
+
+
 SYNTHETIC = "speculation.synthetic_acceptance_length"
 
 

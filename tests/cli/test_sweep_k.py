@@ -1160,6 +1160,20 @@ def test_errors(capsys: Capture, options: list[str], code: int, message: str) ->
     refused(specdec(capsys, *SWEEP, *options), code, message)
 
 
+def test_texts_that_the_context_cuts_are_told(capsys: Capture, tmp_path: Path) -> None:
+    """The longest prompts leave less room than is asked for, at every k."""
+    asked = ("--max-new-tokens", "6", "--ignore-eos", "--k", "1", "--json")
+    whole = specdec(capsys, *SWEEP, *asked, "-o", str(tmp_path / "whole"))
+    lengths = [len(s["prompt_token_ids"]) for s in samples(tmp_path / "whole") if s["k"] == 0]
+    assert "context_full" not in [w["code"] for w in json.loads(whole.out)["warnings"]]
+    room = ("--set", f"cache.max_model_len={max(lengths) + 3}")
+    found = specdec(capsys, *SWEEP, *asked, *room, "-o", str(tmp_path / "cut"))
+    (told,) = (w for w in json.loads(found.out)["warnings"] if w["code"] == "context_full")
+    cut = sum(n > max(lengths) - 3 for n in lengths)
+    assert told["evidence"]["samples"] == 2 * cut and told["evidence"]["k"] == 0
+    assert "the context was full" in told["message"] and told["message"] in found.err
+
+
 @pytest.mark.parametrize("kind", ["copy", "link", "spelling"])
 def test_one_draft_under_two_names_is_refused(
     capsys: Capture, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -17,6 +17,7 @@ from specdec_cli.experiment.folders.run_folder import LostRecords, RunFolder
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.memory import memory_cost
 from specdec_cli.experiment.points import Failure, error_of
+from specdec_cli.experiment.served import remarks_of
 from specdec_cli.experiment.statistics.noise import impossible_speeds, noise_in
 from specdec_cli.experiment.statistics.promise import tokens_notice
 from specdec_cli.experiment.sweep.document import exit_code, prompts_that_failed
@@ -112,6 +113,7 @@ def conclusion(
         *prompts_that_failed(kept.samples.values()),
         *noise,
         *tokens_notice(verdict["tokens"]),
+        *remarks_of(kept.samples.values()),
     ]
     document = {
         "schema": "specdec.compare-tp/1",
