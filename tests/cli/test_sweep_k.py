@@ -881,9 +881,9 @@ def test_where_no_point_can_be_measured_the_result_has_an_error(
     capsys: Capture, tmp_path: Path
 ) -> None:
     drafts = [shutil.copytree(demo_path("demo:draft"), tmp_path / name) for name in "ab"]
-    for draft in drafts:
+    for size, draft in enumerate(drafts, start=5000):
         with open(draft / "model.safetensors", "r+b") as file:
-            file.truncate(5000)
+            file.truncate(size)
     chosen = [argument for draft in drafts for argument in ("--draft", str(draft))]
     arguments = [*SWEEP, *chosen, "--json", "-q", "-o", tmp_path / "run"]
     result = specdec(capsys, *arguments)
