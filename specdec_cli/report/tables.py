@@ -264,10 +264,9 @@ def category_pairs(run: ReportedRun) -> Table:
 
 def _pairs_of_drafts(run: ReportedRun) -> Sequence[Comparison]:
     """Return the run's comparisons if it has several drafts; otherwise return no comparisons."""
-    drafts = {side.draft for one in run.summary.comparisons for side in (one.arm, one.against)} - {
-        None
-    }
-    return run.summary.comparisons if len(drafts) > 1 else ()
+    found = run.summary.comparisons
+    drafts = {side.draft for one in found for side in (one.arm, one.against)} - {None}
+    return found if len(drafts) > 1 else ()
 
 
 def _pairs_table(

@@ -193,8 +193,8 @@ def read_mtp_config(
         if raw.get(key) is None:
             told += f", and its weights have no {form.layer.format(0)}eh_proj.weight"
             most = len(names) + 1
-            held = (n for n in range(most) if form.of(n).stored(PROJECTION) not in names)
-            count = next(held) if names else _MIMO_COUNT
+            absent = (n for n in range(most) if form.of(n).stored(PROJECTION) not in names)
+            count = next(absent) if names else _MIMO_COUNT
     if type(count) is not int or count < 1:
         raise SetupError(
             f"config.json of {name} declares no MTP modules: {key} {told}",
