@@ -25,7 +25,13 @@ from specdec_kernels.comm.peers import (
     reduce_add_norm,
 )
 from specdec_kernels.comm.reference import fetch_staged, tell_tokens
-from specdec_kernels.experts.reference import CLAMPED, Experts, Routing, mixture_add_norm
+from specdec_kernels.experts.reference import (
+    CLAMPED,
+    Experts,
+    Routing,
+    in_tiles,
+    mixture_add_norm,
+)
 from specdec_kernels.linear.cpu import PackedWeight, Weight, forms_of, pack_weight
 from specdec_kernels.linear.reference import (
     Normed,

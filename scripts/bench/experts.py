@@ -23,7 +23,7 @@ from specdec_kernels.experts.gate_up_triton import gate_up_triton
 from specdec_kernels.experts.group_triton import group_triton
 from specdec_kernels.experts.grouped_triton import grouped_mixture_add_norm, grouped_product
 from specdec_kernels.experts.mixture_triton import has_few_tokens, way_of
-from specdec_kernels.experts.reference import Experts, Routing
+from specdec_kernels.experts.reference import Experts, Routing, in_tiles
 from specdec_kernels.experts.route_triton import route_triton
 from specdec_kernels.experts.sorted_triton import sorted_mixture_add_norm
 from specdec_kernels.experts.tiles import (
@@ -127,7 +127,8 @@ def make_layer(args: argparse.Namespace) -> Experts:
     if args.weights == "plain":
         return experts
     storage = Storage("mxfp4", (1, 32), scales=torch.uint8)
-    return experts._replace(gate_up=storage.quantised(gate_up), down=storage.quantised(down))
+    experts = experts._replace(gate_up=storage.quantised(gate_up), down=storage.quantised(down))
+    return in_tiles(experts, torch.bfloat16)
 
 
 def streams(rows: int, args: argparse.Namespace) -> list[Normed]:
@@ -201,9 +202,9 @@ def measure(rows: int, layers: list[Experts], norm: Tensor, args: argparse.Names
 def measure_few(
     xs: list[Normed], layers: list[Experts], norm: Tensor, timed: Callable[..., None]
 ) -> None:
-    way = way_of(layers[0], torch.bfloat16)
+    way = way_of(layers[0])
     chosen = choose_expert_tiles(len(xs[0].hidden), 2, way)
-    is_mxfp4 = way == "mxfp4"
+    is_tiled = way == "tiled"
 
     def run(n: int, gate_up: ExpertTiles, down: ExpertTiles | None) -> object:
         plan = route_triton(xs[n], layers[n])
@@ -216,9 +217,9 @@ def measure_few(
     timed("router", lambda n: route_triton(xs[n], layers[n]), 0)
     timed(f"gate_up {tuple(chosen[0])}", lambda n: run(n, chosen[0], None), 2 / 3)
     timed(f"all, down {tuple(chosen[1])}", lambda n: run(n, *chosen))
-    for tiles in MXFP4_GATE_UP if is_mxfp4 else GATE_UP[chosen[0].block_m]:
+    for tiles in MXFP4_GATE_UP if is_tiled else GATE_UP[chosen[0].block_m]:
         timed(f"gate_up {tuple(tiles)}", lambda n, t=tiles: run(n, t, None), 2 / 3)
-    for tiles in MXFP4_DOWN if is_mxfp4 else DOWN[chosen[0].block_m]:
+    for tiles in MXFP4_DOWN if is_tiled else DOWN[chosen[0].block_m]:
         timed(f"all, down {tuple(tiles)}", lambda n, t=tiles: run(n, chosen[0], t))
 
 
@@ -227,7 +228,7 @@ def measure_groups(
 ) -> None:
     first = layers[0]
     sizes = len(xs[0].hidden), first.routing.num_chosen, first.num_experts
-    way = way_of(first, torch.bfloat16)
+    way = way_of(first)
     chosen = choose_group_tiles(*sizes, 2, way=way)
     if chosen is None:
         return
@@ -243,7 +244,7 @@ def measure_groups(
     timed(f"gate_up {tuple(chosen[0])}", lambda n: run(n, chosen[0], None), 2 / 3)
     timed(f"all, down {tuple(chosen[1])}", lambda n: run(n, *chosen))
     grouped = GROUPED_GATE_UP, GROUPED_DOWN
-    if way == "mxfp4":
+    if way == "tiled":
         grouped = [t._replace(block_n=t.block_n // 2) for t in MXFP4_GROUPED], MXFP4_GROUPED
     for tiles in grouped[0]:
         timed(f"gate_up {tuple(tiles)}", lambda n, t=tiles: run(n, t, None), 2 / 3)

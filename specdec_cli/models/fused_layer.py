@@ -119,7 +119,18 @@ def _experts(layer: Any, config: Any, family: Family, read: Tensor | None) -> op
         not count them.
     """
     if family.clamps_experts:
-        return _clamped_experts(layer.mlp.router, layer.mlp.experts, config, read)
+        found = _clamped_experts(layer.mlp.router, layer.mlp.experts, config, read)
+    else:
+        found = _gated_experts(layer, config, family, read)
+    parameters = layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj
+    found = ops.in_tiles(found, parameters[0].dtype)
+    for parameter, weight in zip(parameters, (found.gate_up, found.down), strict=True):
+        if isinstance(parameter, StoredParameter) and isinstance(weight, ops.Stored):
+            parameter.value = weight
+    return found
+
+
+def _gated_experts(layer: Any, config: Any, family: Family, read: Tensor | None) -> ops.Experts:
     router, choice_bias = layer.mlp.gate, None
     routing = ops.Routing(
         num_chosen=int(config.num_experts_per_tok),

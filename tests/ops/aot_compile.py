@@ -18,6 +18,7 @@ import hashlib
 import importlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from specdec_kernels.experts.route_triton import router_constants
 from specdec_kernels.experts.tiles import choose_expert_tiles, choose_group_tiles
 from specdec_kernels.gpu import SHARED_MEMORY, Gpu, power_of_2_from
 from specdec_kernels.launch_triton import launch_options, options_of
+from specdec_kernels.linear.mx_sums_triton import can_be_tiled
 from specdec_kernels.linear.stored import KINDS, Storage, Stored
 from specdec_kernels.linear.stored_groups_triton import form_of
 from specdec_kernels.linear.tiles import (
@@ -240,13 +242,13 @@ def mixture(
     experts = Experts(router, gate_up, down, routing, **more)
     if storage is not None:
         held = [on_meta(storage, tuple(weight.shape)) for weight in (gate_up, down)]
+        if can_be_tiled(dtype, *held):
+            held = [replace(w, storage=replace(storage, is_tiled=True)) for w in held]
         experts = experts._replace(gate_up=held[0], down=held[1])
     fields = absent("scales", "zeros") if storage is None else without_zeros(storage)
-    way = way_of(experts, dtype)
-    fields |= {} if name in ("route", "group") else {"IN_ORDER": way == "mxfp4"}
     if "group" in name:
         return grouped(name, rows, experts, room) | fields
-    tiles = choose_expert_tiles(rows, dtype.itemsize, way)
+    tiles = choose_expert_tiles(rows, dtype.itemsize, way_of(experts))
     _, (gate_tiles, down_tiles) = readable(experts, tiles, dtype)
     if name == "route":
         found: dict[str, Any] = router_constants(128, experts, dtype.itemsize)
@@ -269,7 +271,7 @@ def grouped(name: str, rows: int, experts: Experts, room: int) -> dict[str, Any]
         return found | {"DEPENDENT": True} | absent("bias", "choice_bias", "squares", "factors")
     num_chosen = experts.routing.num_chosen
     sizes = rows, num_chosen, experts.num_experts
-    tiles = choose_group_tiles(*sizes, dtype.itemsize, room, way_of(experts, dtype))
+    tiles = choose_group_tiles(*sizes, dtype.itemsize, room, way_of(experts))
     assert tiles is not None
     _, tiles = readable(experts, tiles, dtype)
     is_gate = name == "grouped_gate_up"
@@ -667,6 +669,8 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         for name, kind, rows, storage, sizes in (
             ("gate_up", "mxfp4", 2, MX, OSS_SIZES),
             ("down", "mxfp4", 2, MX, OSS_SIZES),
+            ("down", "mxfp4-half", 1, MX, {**OSS_SIZES, "sizes": (128, 2880, 1440)}),
+            ("down", "mxfp4-quarter", 4, MX, {**OSS_SIZES, "sizes": (128, 2880, 736)}),
             ("gate_up", "fp8", 8, Storage("fp8"), {}),
             ("down", "fp8", 8, Storage("fp8"), {}),
             ("down", "minima", 8, Q4_K, {}),

@@ -42,7 +42,7 @@ from specdec_kernels.linear.few_rows_triton import (
     whole_sums,
     zero_sums,
 )
-from specdec_kernels.linear.mx_sums_triton import COLUMNS, LIFT, are_read_in_order, mx_sums
+from specdec_kernels.linear.mx_sums_triton import COLUMNS, LIFT, mx_sums
 from specdec_kernels.linear.norm_triton import add_norm_triton
 from specdec_kernels.linear.reference import Normed
 from specdec_kernels.linear.stored_groups_triton import (
@@ -83,13 +83,13 @@ def down_kernel(
     residual_stride,
     F: tl.constexpr,
     FORM: tl.constexpr,  # `Form` of a quantised weight, or None
-    IN_ORDER: tl.constexpr,  # whether `mx_sums` multiplies by gate and up, and by down
     TILES: tl.constexpr,
     PREFETCH: tl.constexpr,  # elements to prefetch from each weight row
     SIZE: tl.constexpr,  # the number of inboxes
     DEPENDENT: tl.constexpr,
 ):
     SWAP: tl.constexpr = TILES.block_m < 16 or FORM is not None
+    TILED: tl.constexpr = FORM is not None and FORM.is_tiled
     ROW: tl.constexpr = F if FORM is None else F // FORM.per_code
     CHUNKS: tl.constexpr = (F + TILES.block_k - 1) // TILES.block_k
     EVEN: tl.constexpr = F % TILES.block_k == 0
@@ -100,8 +100,9 @@ def down_kernel(
     rows_ptr = down_ptr + feature * ROW
     # The router finished before the predecessor started, so the plan may be read before the wait.
     count = tl.load(count_ptr)
-    first = count * split // TILES.splits
-    last = count * (split + 1) // TILES.splits
+    # Parts of slots, each of which may be the whole slot.
+    first = count * TILES.parts * split // TILES.splits
+    last = count * TILES.parts * (split + 1) // TILES.splits
     size = num_features.to(tl.int64) * ROW
     if TILES.ahead > 0:
         for slot in range(first, tl.minimum(first + TILES.ahead, last)):
@@ -126,15 +127,15 @@ def down_kernel(
         )
 
     sums = zero_sums(TILES.block_m, TILES.block_n, TILES.slices, SWAP)
-    if IN_ORDER:
-        for slot in range(first, last):
+    if TILED:
+        for unit in range(first, last):
+            slot = unit // TILES.parts
             down_row = tl.load(experts_ptr + slot).to(tl.int64) * num_features + feature
             chose = has_chosen(tl.load(chosen_ptr + slot), row)
             x_rows = x_ptr + (slot * num_rows + row).to(tl.int64) * F
             sums += mx_sums(
-                *(x_rows, chose, down_ptr + down_row * ROW),
-                *(scales_ptr + down_row * FORM.groups, column_live),
-                *(F, FORM, TILES.block_k // COLUMNS, TILES.num_stages),
+                *(x_rows, chose, down_ptr, scales_ptr, down_row, unit % TILES.parts),
+                *(F, FORM, TILES.block_k // COLUMNS, TILES.parts, TILES.num_stages),
             )
         sums *= LIFT
     elif FORM is None:
@@ -173,8 +174,8 @@ def down_kernel(
             scale = along_features(row_scales(scales, column_live, FORM), FORM, TILES.slices)
             sums += row_scaled(found, scale, FORM, x_ptr.dtype.element_ty)
     sums, _ = whole_sums(sums, sums, TILES.slices, SWAP)
-    if bias_ptr is not None:
-        for slot in range(first, last):
+    if bias_ptr is not None:  # added with the first part of each slot
+        for slot in range(tl.cdiv(first, TILES.parts), tl.cdiv(last, TILES.parts)):
             chose = has_chosen(tl.load(chosen_ptr + slot), row)
             share = tl.load(weights_ptr + slot * num_rows + row, mask=chose, other=0.0)
             bias_at = bias_ptr + tl.load(experts_ptr + slot) * num_features + column
@@ -263,7 +264,6 @@ def launch_down(
         *(part.into, scaled, squares, *parts, *(part.inbox or (None, None, 0))),
         *(num_rows, num_features, 0 if residual is None else residual.stride(0)),
         **constants | dependent,
-        IN_ORDER=are_read_in_order(x.dtype, experts.gate_up, experts.down),
     )
 
 

@@ -30,7 +30,6 @@ from specdec_kernels.linear.few_rows_triton import (
 from specdec_kernels.linear.mx_sums_triton import (
     COLUMNS,
     LIFT,
-    are_read_in_order,
     in_order,
     mx_sums,
     place_of,
@@ -83,7 +82,7 @@ def mx_gate_up(
     TILES: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Multiply x by the mxfp4 rows of this program's features. Rows of gate and up alternate in one
+    """Multiply x by the tiled rows of this program's features. Rows of gate and up alternate in one
     tile. Return the sums of gate and those of up, each [M, N]."""
     place = tl.arange(0, 2 * TILES.block_n)
     feature = tl.program_id(0) * TILES.block_n + place // 2
@@ -94,9 +93,8 @@ def mx_gate_up(
         weight_row = inside + place % 2 * num_features
     weight_row = expert * 2 * num_features + weight_row
     sums = mx_sums(
-        *(x_rows, x_live, gate_up_ptr + weight_row * (K // FORM.per_code)),
-        *(scales_ptr + weight_row * FORM.groups, feature < num_features),
-        *(K, FORM, TILES.block_k // COLUMNS, TILES.num_stages),
+        *(x_rows, x_live, gate_up_ptr, scales_ptr, weight_row),
+        *(0, K, FORM, TILES.block_k // COLUMNS, 1, TILES.num_stages),
     )
     both = tl.trans(sums) * LIFT
     return tl.split(tl.reshape(both, [both.shape[0], TILES.block_n, 2]))
@@ -104,7 +102,7 @@ def mx_gate_up(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def gate_up_kernel(
-    x_ptr,  # [T, K]; if IN_ORDER, columns are where `place_of` says, and so are those of out
+    x_ptr,  # [T, K]; if tiled, columns are where `place_of` says, and so are those of out
     count_ptr,  # this and the next 4: fields of `ExpertPlan`; factors_ptr is used only if SCALED
     experts_ptr,
     chosen_ptr,
@@ -125,11 +123,11 @@ def gate_up_kernel(
     ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     FORM: tl.constexpr,  # `Form` of a quantised weight, or None
-    IN_ORDER: tl.constexpr,  # whether `mx_sums` multiplies by gate and up, and by down
     TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     SWAP: tl.constexpr = TILES.block_m < 16 or FORM is not None
+    TILED: tl.constexpr = FORM is not None and FORM.is_tiled
     EVEN: tl.constexpr = K % TILES.block_k == 0
     slope = tl.full([], slope, tl.float32)
     limit = tl.full([], limit, tl.float32)
@@ -161,7 +159,7 @@ def gate_up_kernel(
         gate_bias = tl.load(bias_ptr + gate_row)
         up_bias = tl.load(bias_ptr + up_row)
 
-    if IN_ORDER:
+    if TILED:
         sums, sums_up = mx_gate_up(
             *(x_ptr + row.to(tl.int64) * x_stride, row_live, gate_up_ptr, scales_ptr, expert),
             *(num_features, K, FORM, TILES, INTERLEAVED),
@@ -205,7 +203,7 @@ def gate_up_kernel(
         sums += gate_bias.to(tl.float32)[None, :]
         sums_up += up_bias.to(tl.float32)[None, :]
     out = gated(sums, sums_up, slope, limit, ACTIVATION) * weight[:, None]
-    if IN_ORDER:
+    if TILED:
         column = place_of(column, num_features)
     at = (slot * num_rows + row).to(tl.int64)[:, None] * num_features + column[None, :]
     out = out.to(out_ptr.dtype.element_ty)
@@ -217,7 +215,7 @@ def gate_up_triton(x: Tensor, plan: ExpertPlan, experts: Experts, tiles: ExpertT
 
     Returns [P, T, F]: for each slot of the plan and each token, the activated gate times up times
     the routing weight. A slot's rows are undefined for tokens that did not choose its expert. If
-    `are_read_in_order` holds for the weights, features are where `place_of` says.
+    the weights are tiled, features are where `place_of` says.
 
     Args:
         x: [T, K], rows contiguous. If it is not normalised yet, the projections of token t are
@@ -229,13 +227,11 @@ def gate_up_triton(x: Tensor, plan: ExpertPlan, experts: Experts, tiles: ExpertT
     assert experts.gate_up.shape == (experts.num_experts, 2 * num_features, width)
     held = operands_of(experts.gate_up)
     out = torch.empty((slots, num_rows, num_features), dtype=x.dtype, device=x.device)
-    weights = experts.gate_up, experts.down
-    x = in_order(x, *weights)
+    x = in_order(x, experts.gate_up)
     gate_up_kernel[(triton.cdiv(num_features, tiles.block_n), slots)](
         *(x, *plan, *held, experts.gate_up_bias, out),
         *(num_rows, num_features, x.stride(0), float(experts.slope), float(experts.limit)),
         **gate_up_constants(width, plan.factors is not None, experts, tiles),
-        IN_ORDER=are_read_in_order(x.dtype, *weights),
         **dependence(x),
     )
     return out

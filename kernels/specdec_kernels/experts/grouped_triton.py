@@ -34,7 +34,6 @@ from specdec_kernels.linear.few_rows_triton import (
 from specdec_kernels.linear.mx_sums_triton import (
     COLUMNS,
     LIFT,
-    are_read_in_order,
     in_order,
     mx_sums,
     place_of,
@@ -52,7 +51,9 @@ from specdec_kernels.linear.stored_sums_triton import stored_sums
 
 @triton.jit(do_not_specialize=["num_rows"])
 def grouped_linear_kernel(
-    x_ptr,  # [R, K], R = T * C / PAIRS; row p // PAIRS is the input of pair p
+    # [R, K], R = T * C / PAIRS; row p // PAIRS is the input of pair p. If the weight is tiled,
+    # columns are where `place_of` says, and so are features of gate and up in out.
+    x_ptr,
     sizes_ptr,  # this and the next 2: fields of `PairGroups`; factors_ptr is used only if SCALED
     pairs_ptr,
     factors_ptr,
@@ -72,13 +73,11 @@ def grouped_linear_kernel(
     ACTIVATION: tl.constexpr,  # of gate and up; "" for the down projection
     INTERLEAVED: tl.constexpr,
     FORM: tl.constexpr,  # `Form` of a quantised weight, or None
-    # Whether `mx_sums` multiplies by both weights. If so, columns of x and features of gate and up
-    # in out are where `place_of` says.
-    IN_ORDER: tl.constexpr,
     TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     GATED: tl.constexpr = ACTIVATION != ""
+    TILED: tl.constexpr = FORM is not None and FORM.is_tiled
     EVEN: tl.constexpr = K % TILES.block_k == 0
     slope = tl.full([], slope, tl.float32)
     limit = tl.full([], limit, tl.float32)
@@ -117,7 +116,7 @@ def grouped_linear_kernel(
         live = first + place < size
         x_row = tl.where(live, pair // PAIRS, 0)
         x_rows = x_ptr + x_row.to(tl.int64) * x_stride
-        if IN_ORDER:
+        if TILED:
             if GATED:
                 sums, sums_up = mx_gate_up(
                     *(x_rows, live, weight_ptr, scales_ptr, expert.to(tl.int64)),
@@ -125,8 +124,8 @@ def grouped_linear_kernel(
                 )
             else:
                 found = mx_sums(
-                    *(x_rows, live, codes, scales, column_live),
-                    *(K, FORM, TILES.block_k // COLUMNS, TILES.num_stages),
+                    *(x_rows, live, weight_ptr, scales_ptr, weight_row.to(tl.int64)),
+                    *(0, K, FORM, TILES.block_k // COLUMNS, 1, TILES.num_stages),
                 )
                 sums = tl.trans(found) * LIFT
                 sums_up = sums
@@ -151,7 +150,7 @@ def grouped_linear_kernel(
                 *(x_rows, live, codes, scales, zeros, codes_up, scales_up, zeros_up, column_live),
                 *(0, K // FORM.per_code, sums, sums_up, K, FORM, TILES, GATED, 1),
             )
-        if not IN_ORDER:
+        if not TILED:
             sums, sums_up = whole_sums(sums, sums_up, TILES.slices, True)
         if FORM is not None:
             sums = row_scaled(sums, row_scale, FORM, x_ptr.dtype.element_ty)
@@ -166,7 +165,7 @@ def grouped_linear_kernel(
             if bias_ptr is not None:
                 sums_up += up_bias[None, :]
             sums = gated(sums, sums_up, slope, limit, ACTIVATION)
-        out_column = place_of(column, num_features) if IN_ORDER and GATED else column
+        out_column = place_of(column, num_features) if TILED and GATED else column
         at = pair.to(tl.int64)[:, None] * num_features + out_column[None, :]
         out = sums.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + at, out, mask=live[:, None] & column_live[None, :])
@@ -181,7 +180,7 @@ def grouped_product(
 
     With `is_gate`, this is the gate and up projection. x is [T, K], rows contiguous, and the result
     is the activated gate times up, [T * C, F], with features where `place_of` says if
-    `are_read_in_order` holds for the weights. If x is not normalised yet, the projections of token
+    the weights are tiled. If x is not normalised yet, the projections of token
     t are multiplied by `groups.factors[t]`.
 
     Otherwise this is the down projection. x is the result of the first matmul, and the result is
@@ -199,12 +198,11 @@ def grouped_product(
     assert x.stride(1) == 1
     out = torch.empty((num_rows * num_chosen, num_features), dtype=x.dtype, device=x.device)
     if is_gate:
-        x = in_order(x, experts.gate_up, experts.down)
+        x = in_order(x, experts.gate_up)
     grouped_linear_kernel[(triton.cdiv(num_features, tiles.block_n), experts.num_experts)](
         *(x, groups.sizes, groups.pairs, groups.factors, *operands_of(weight), bias, out),
         *(num_rows, num_features, x.stride(0), float(experts.slope), float(experts.limit)),
         **grouped_constants(width, groups.factors is not None, experts, tiles, is_gate),
-        IN_ORDER=are_read_in_order(x.dtype, experts.gate_up, experts.down),
         **dependence(x),
     )
     return out

@@ -27,7 +27,7 @@ from specdec_kernels.experts.tiles import (
     most_tokens,
 )
 from specdec_kernels.gpu import gpu_of
-from specdec_kernels.linear.mx_sums_triton import are_read_in_order
+from specdec_kernels.linear.mx_sums_triton import can_be_tiled, is_tiled
 from specdec_kernels.linear.plain_triton import plain_triton
 from specdec_kernels.linear.reference import Normed
 from specdec_kernels.linear.stored import BLOCK, Stored
@@ -42,6 +42,14 @@ def mixture_add_norm_triton(x: Normed, experts: Experts, norm_weight: Tensor, ep
         down = of_few_tokens(x, experts)
         return down_add_norm_triton(*down, x.hidden, norm_weight, eps)
     return of_many_tokens(x, experts, x.hidden, norm_weight, eps)
+
+
+def in_tiles_triton(experts: Experts, dtype: torch.dtype) -> Experts:
+    """See `ops.in_tiles`."""
+    if not can_be_tiled(dtype, experts.gate_up, experts.down):
+        return experts
+    gate_up, down = (w.tiled() for w in (experts.gate_up, experts.down) if isinstance(w, Stored))
+    return experts._replace(gate_up=gate_up, down=down)
 
 
 def mixture_to_peers(
@@ -60,7 +68,7 @@ def mixture_to_peers(
 def has_few_tokens(x: Normed, experts: Experts) -> bool:
     """Return whether the kernels for a few tokens compute the mixture of x."""
     num_rows = len(x.hidden)
-    way = way_of(experts, x.hidden.dtype)
+    way = way_of(experts)
     if way == "plain":
         return are_few(num_rows, experts.routing.num_chosen, experts.num_experts)
     return 0 < num_rows <= most_tokens(way)
@@ -70,7 +78,7 @@ def of_few_tokens(x: Normed, experts: Experts) -> tuple[Tensor, ExpertPlan, Expe
     """Route a few tokens and compute the first matmuls of their experts. Return the arguments of
     `down_add_norm_triton` up to the tiles."""
     dtype = x.hidden.dtype
-    tiles = choose_expert_tiles(len(x.hidden), dtype.itemsize, way_of(experts, dtype))
+    tiles = choose_expert_tiles(len(x.hidden), dtype.itemsize, way_of(experts))
     experts, (first, second) = readable(experts, tiles, dtype)
     plan = route_triton(x, experts)
     return gate_up_triton(x.scaled, plan, experts, first), plan, experts, second
@@ -90,7 +98,7 @@ def of_many_tokens(
     sizes = len(x.hidden), experts.routing.num_chosen, experts.num_experts
     end = residual, norm_weight, eps, into
     room = gpu_of(x.hidden.device).shared_memory
-    grouped = choose_group_tiles(*sizes, dtype.itemsize, room, way_of(experts, dtype))
+    grouped = choose_group_tiles(*sizes, dtype.itemsize, room, way_of(experts))
     if grouped is None:
         gate_up, down = (plain_triton(w, dtype) for w in (experts.gate_up, experts.down))
         experts = experts._replace(gate_up=gate_up, down=down)
@@ -102,11 +110,11 @@ def of_many_tokens(
     return grouped_mixture_add_norm(x, groups, experts, grouped, *end)
 
 
-def way_of(experts: Experts, dtype: torch.dtype) -> str:
+def way_of(experts: Experts) -> str:
     """Return the name in `tiles.EXPERTS` of the way in which kernels read the experts' weights."""
     if isinstance(experts.gate_up, Tensor):
         return "plain"
-    return "mxfp4" if are_read_in_order(dtype, experts.gate_up, experts.down) else "stored"
+    return "tiled" if is_tiled(experts.gate_up) else "stored"
 
 
 def readable(
@@ -114,7 +122,7 @@ def readable(
 ) -> tuple[Experts, tuple[AnyTiles, AnyTiles]]:
     """Apply `fitted` to both weights of the experts. Return the experts with weights that the
     kernels can read, and the tiles for gate and up, and for down."""
-    if way_of(experts, dtype) == "mxfp4":
+    if way_of(experts) == "tiled":
         return experts, tiles
     gate_up, first = fitted(experts.gate_up, tiles[0], dtype)
     down, second = fitted(experts.down, tiles[1], dtype)

@@ -16,13 +16,15 @@ class ExpertTiles(NamedTuple):
     block_n: int  # features per program
     block_k: int  # step along the reduction dimension
     slices: int  # block_k is divided into this many slices, each handled by some of the warps
-    splits: int  # number of programs among which chosen experts are divided; 1 for gate and up
+    # Number of programs among which chosen experts, or their parts, are divided; 1 for gate and up.
+    splits: int
     # Number of experts whose weights a program prefetches before it waits for the preceding kernel.
     # It is 0 for gate and up.
     ahead: int
     num_warps: int
     num_stages: int
     maxnreg: int | None = None  # maximum registers per thread, or None for no limit
+    parts: int = 1  # number of parts of each expert's columns; above 1 only for tiled weights
 
 
 # Each case holds the tiles for the gate and up projections, those for the down projection, and the
@@ -43,23 +45,19 @@ STORED = (
     Case((ExpertTiles(8, 16, 256, 4, 1, 0, 4, 4), ExpertTiles(8, 16, 256, 4, 8, 2, 4, 4)), (8,)),
     Case((ExpertTiles(16, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(16, 16, 256, 4, 8, 2, 4, 4)), (16,)),
 )
-# `MXFP4` has the cases for weights that `mx_sums` multiplies, measured on gpt-oss's experts of
+# `TILED` has the cases for weights in the order of `Stored.tiled`, measured on gpt-oss's experts of
 # 2880 x 2880 and 2880 x 1440. A tile has 64 rows of the weight, which are 32 features of gate and
-# up, or 64 of down; for one token, half as many were faster.
-MXFP4 = (
-    Case((ExpertTiles(8, 16, 256, 1, 1, 0, 2, 3), ExpertTiles(8, 64, 256, 1, 4, 2, 4, 3)), (2,)),
-    *(
-        Case(
-            (
-                ExpertTiles(8, 32, 256, 1, 1, 0, 4, 3, 80),
-                ExpertTiles(8, 64, 256, 1, splits, 2, 4, 3, 96),
-            ),
-            (most,),
-        )
-        for splits, most in ((16, 4), (32, 8))
-    ),
+# up, or 64 of down. For one or two tokens, halves of an expert's columns were faster than whole
+# ones. Prefetching weights of down took longer.
+_GATE_UP = ExpertTiles(8, 32, 256, 1, 1, 0, 4, 3, 96)
+_DOWN = ExpertTiles(8, 64, 256, 1, 16, 0, 4, 3, 96)
+TILED = (
+    Case((_GATE_UP, _DOWN._replace(splits=8, maxnreg=None, parts=2)), (1,)),
+    Case((_GATE_UP, _DOWN._replace(parts=2)), (2,)),
+    Case((_GATE_UP._replace(maxnreg=80), _DOWN), (4,)),
+    Case((_GATE_UP._replace(maxnreg=80), _DOWN._replace(splits=32)), (8,)),
 )
-EXPERTS = {"plain": H200, "stored": STORED, "mxfp4": MXFP4}
+EXPERTS = {"plain": H200, "stored": STORED, "tiled": TILED}
 PARTIAL_SUMS = max(down.splits for cases in EXPERTS.values() for (_, down), *_ in cases)
 
 
@@ -71,7 +69,7 @@ def choose_expert_tiles(
 
     itemsize: bytes per value of the activations.
     way: how the weights are read, a name in `EXPERTS`. "stored" is for quantised weights, whose
-        groups `mixture_triton.fitted` aligns the tiles with; "mxfp4" for those of `mx_sums`.
+        groups `mixture_triton.fitted` aligns the tiles with; "tiled" for those of `Stored.tiled`.
     """
     found = first_fit(EXPERTS[way], (num_rows,))
     assert found is not None
@@ -112,6 +110,7 @@ class GroupTiles(NamedTuple):
     num_stages: int
     slices: int = 1  # block_k is divided into this many slices; above 1 for quantised weights
     maxnreg: int | None = None  # maximum registers per thread, or None for no limit
+    parts: int = 1  # number of parts of each expert's columns; above 1 only for tiled weights
 
 
 # Each case holds the tiles for the gate and up projections, those for the down projection, and the
@@ -131,12 +130,12 @@ STORED_GROUPS = (
     Case((GroupTiles(32, 16, 256, 4, 3, 4), GroupTiles(32, 16, 256, 4, 3, 4)), (24,)),
 )
 # With more registers than these, fewer programs of gate and up run side by side.
-MXFP4_GROUPS = (
+TILED_GROUPS = (
     Case((GroupTiles(8, 32, 256, 4, 3, 1, 80), GroupTiles(8, 64, 256, 4, 3, 1, 96)), (5,)),
     Case((GroupTiles(16, 32, 256, 4, 3, 1, 128), GroupTiles(16, 64, 256, 4, 3)), (10,)),
     Case((GroupTiles(32, 32, 128, 4, 4, 1, 128), GroupTiles(32, 64, 256, 4, 3)), (24,)),
 )
-GROUPS = {"plain": H200_GROUPS, "stored": STORED_GROUPS, "mxfp4": MXFP4_GROUPS}
+GROUPS = {"plain": H200_GROUPS, "stored": STORED_GROUPS, "tiled": TILED_GROUPS}
 
 
 def choose_group_tiles(

@@ -6,8 +6,9 @@ the bits of an e2m1 code to where bf16 has its sign, its last exponent bits and 
 bit; a multiplication by the group's scale then gives the exact number. Three instructions a code
 are left for everything, so x is stored in the order in which the codes come out: see `place_of`.
 
-A program's tile has 64 rows, which the tensor cores read from registers, and reads at least 128
-bytes of each row at a time. With 64 bytes, memory reached two thirds of the rate.
+A program's tile has 64 rows, which the tensor cores read from registers. The weight is in the
+order of `Stored.tiled`, so a program reads neighbouring bytes, and one load finds the four scales
+of a row and a block.
 """
 
 import torch
@@ -16,9 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.gpu import CAPABILITY, gpu_of, power_of_2_from
-from specdec_kernels.launch_triton import INTERPRETED, after_predecessor, dependence
+from specdec_kernels.launch_triton import (
+    INTERPRETED,
+    after_predecessor,
+    dependence,
+)
 from specdec_kernels.linear.few_rows_triton import add_product
-from specdec_kernels.linear.stored import BLOCK, MXFP4, Stored
+from specdec_kernels.linear.stored import BLOCK, MXFP4, TILE_ROWS, Stored
+from specdec_kernels.linear.stored_groups_triton import ROWS
 
 GROUP = 32  # columns that share a scale
 READ = MXFP4, (1, GROUP)  # kind and group of the weights
@@ -41,18 +47,22 @@ _NUMBERS = tl.constexpr(
 )
 
 
-def are_read_in_order(dtype: torch.dtype, *weights: Tensor | Stored) -> bool:
-    """Return whether `mx_sums` multiplies x of a dtype by all these weights: x is bf16, the GPU has
-    these matmuls, and groups of mxfp4 begin where halves of blocks do. In a last block of 96
-    columns they do not."""
-    return dtype == torch.bfloat16 and all(map(_is_read_in_order, weights))
+def can_be_tiled(dtype: torch.dtype, *weights: Tensor | Stored) -> bool:
+    """Return whether `mx_sums` can multiply x of a dtype by all these weights once they are tiled:
+    x is bf16, the GPU has these matmuls, and weights are in mxfp4 with whole groups and tiles."""
+    return dtype == torch.bfloat16 and all(map(_can_be_tiled, weights))
 
 
-def _is_read_in_order(weight: Tensor | Stored) -> bool:
+def _can_be_tiled(weight: Tensor | Stored) -> bool:
     if isinstance(weight, Tensor) or (weight.storage.kind, weight.storage.group) != READ:
         return False
-    is_whole = weight.shape[-1] % BLOCK in (0, GROUP, 2 * GROUP)
+    is_whole = weight.shape[-1] % GROUP == weight.shape[-2] % TILE_ROWS == 0
     return is_whole and gpu_of(weight.codes.device).capability == CAPABILITY
+
+
+def is_tiled(weight: Tensor | Stored) -> bool:
+    """Return whether a weight is in the order of `Stored.tiled`."""
+    return not isinstance(weight, Tensor) and weight.storage.is_tiled
 
 
 @triton.jit
@@ -83,10 +93,10 @@ def in_order_kernel(
     tl.store(out_ptr + row * K + place_of(column, K), x, mask=column < K)
 
 
-def in_order(x: Tensor, *weights: Tensor | Stored) -> Tensor:
-    """Return x [T, K] as the kernels of these weights read it: x, or a copy that has the columns
-    where `place_of` says."""
-    if not are_read_in_order(x.dtype, *weights):
+def in_order(x: Tensor, weight: Tensor | Stored) -> Tensor:
+    """Return x [T, K] as the kernels of the weight read it: x, or for a tiled weight a copy that
+    has the columns where `place_of` says."""
+    if not is_tiled(weight):
         return x
     num_rows, width = x.shape
     assert x.stride(1) == 1
@@ -99,44 +109,38 @@ def in_order(x: Tensor, *weights: Tensor | Stored) -> Tensor:
 
 
 @triton.jit
-def scales_of(scales, block, live, FORM: tl.constexpr):
-    """Load the scales of rows in a block of columns: the first two are those of the low codes.
-    Return a tuple of [N], with two scales in 16 bits each if rows of scales have even addresses.
-
-    scales: [N], pointers to the scales of rows.
-    """
-    if FORM.groups % 2 == 0:
-        pairs = scales.to(tl.pointer_type(tl.uint16)) + 2 * block
-        found = tl.load(pairs, mask=live, other=0), tl.load(pairs + 1, mask=live, other=0)
-    else:
-        found = ()
-        for group in tl.static_range(4):
-            found += (tl.load(scales + (4 * block + group), mask=live, other=0),)
-    return found
+def as_factors(scales):
+    """Return scales twice in bf16, divided by LIFT, and times the 2^126 by which `_NUMBERS` makes
+    numbers too small."""
+    return scales * 0x00800080 + (126 - 32) * 0x00800080
 
 
 @triton.jit
 def along_words(first, second):
-    """Return the scales [N] of the first and of the second half of the words, as [N, WORDS]: twice
-    in bf16, divided by LIFT, and times the 2^126 by which `_NUMBERS` makes numbers too small."""
+    """Return the scales [N] of the first and of the second half of the words as factors, [N,
+    WORDS]."""
     N: tl.constexpr = first.shape[0]
-    both = tl.join(first, second).to(tl.int32) * 0x00800080 + (126 - 32) * 0x00800080
+    both = as_factors(tl.join(first, second))
     return tl.reshape(tl.broadcast_to(both[:, :, None], [N, 2, WORDS // 2]), [N, WORDS])
 
 
 @triton.jit
-def numbers_of(words, scales):
+def block_of(words, scales):
+    """Decode the words of a whole block. scales: [N] int32, four each, those of low codes in bits
+    15 to 0."""
+    low = along_words(scales & 255, scales >> 8 & 255)
+    high = along_words(scales >> 16 & 255, scales >> 24 & 255)
+    return numbers_of(words, low, high)
+
+
+@triton.jit
+def numbers_of(words, low, high):
     """Decode words of four codes each to bf16 [N, COLUMNS], divided by LIFT.
 
-    words: [N, WORDS] int16. scales: as `scales_of` returns them.
+    words: [N, WORDS] int16.
+    low, high: [N, WORDS], factors of the low and of the high codes.
     """
     N: tl.constexpr = words.shape[0]
-    if len(scales) == 2:
-        low = along_words(scales[0] & 255, scales[0] >> 8)
-        high = along_words(scales[1] & 255, scales[1] >> 8)
-    else:
-        low = along_words(scales[0], scales[1])
-        high = along_words(scales[2], scales[3])
     if INTERPRETED:
         words = words.to(tl.int32) & 0xFFFF
         even_low = e2m1(words, 0, low)
@@ -159,7 +163,7 @@ def numbers_of(words, scales):
 
 @triton.jit
 def e2m1(words, SHIFT: tl.constexpr, scale):
-    """The codes from bit SHIFT of `words` on as bf16, times `scale` as `along_words` returns it."""
+    """The codes from bit SHIFT of `words` on as bf16, times a factor."""
     code = words >> SHIFT
     bits = ((code & 8) << 28) | ((code & 7) << 22)
     scale = (scale << 16).to(tl.float32, bitcast=True)
@@ -170,52 +174,74 @@ def e2m1(words, SHIFT: tl.constexpr, scale):
 def mx_sums(
     x_rows,  # [M] pointers to rows of x, which has its columns where `place_of` says
     x_live,  # [M], mask
-    codes,  # [N], pointers to the bytes of rows of the weight
-    scales,  # [N], pointers to the scales of these rows
-    live,  # [N], mask of the weight's rows
+    codes_ptr,  # the bytes of a tiled weight
+    scales_ptr,  # its scales
+    row,  # [N] int64, the weight's rows; those of an expert follow those of the one before
+    part,  # which of the parts to multiply
     K: tl.constexpr,
     FORM: tl.constexpr,
     BLOCKS: tl.constexpr,  # blocks of columns that a step of the loop multiplies
+    PARTS: tl.constexpr,  # the number of parts into which the columns are divided
     STAGES: tl.constexpr,
 ):
-    """Multiply x by the weight's rows: [N, M] fp32, divided by LIFT."""
+    """Multiply x by a part of the columns of the weight's rows: [N, M] fp32, divided by LIFT."""
     WHOLE: tl.constexpr = FORM.whole // COLUMNS
     STEPS: tl.constexpr = WHOLE // BLOCKS * BLOCKS
+    SHARE: tl.constexpr = (STEPS + BLOCKS * PARTS - 1) // (BLOCKS * PARTS) * BLOCKS
     place = tl.arange(0, COLUMNS)
     word = tl.arange(0, WORDS)
     x_at = x_rows[:, None] + place[None, :]
-    codes = codes.to(tl.pointer_type(tl.int16))
-    codes_at = codes[:, None] + word[None, :]
+    run = row // ROWS * ROWS
+    words_at = codes_ptr.to(tl.pointer_type(tl.int16)) + run * (K // 4) + row % ROWS * WORDS
+    words_at = words_at[:, None] + word[None, :]
+    bytes_at = scales_ptr + run * FORM.groups
+    scales_at = bytes_at.to(tl.pointer_type(tl.int32)) + row % ROWS
     x_mask = x_live[:, None]
-    sums = tl.zeros([codes.shape[0], x_rows.shape[0]], tl.float32)
+    sums = tl.zeros([row.shape[0], x_rows.shape[0]], tl.float32)
     if STEPS > 0:
+        begin = 0 if PARTS == 1 else part * SHARE
+        end = STEPS if PARTS == 1 else tl.minimum(begin + SHARE, STEPS)
         held = ()
         for n in tl.static_range(BLOCKS):
-            held += (scales_of(scales, n, live, FORM),)
-        for first in tl.range(0, STEPS, BLOCKS, num_stages=STAGES):
+            held += (tl.load(scales_at + (tl.minimum(begin, STEPS - BLOCKS) + n) * ROWS),)
+        for block in tl.range(begin, end, BLOCKS, num_stages=STAGES):
             # Load scales one step ahead: the compiler's pipeline only prefetches operands of
             # matmuls.
             ahead = ()
             for n in tl.static_range(BLOCKS):
-                block = tl.minimum(first + BLOCKS, STEPS - BLOCKS) + n
-                ahead += (scales_of(scales, block, live, FORM),)
+                following = tl.minimum(block + BLOCKS, STEPS - BLOCKS) + n
+                ahead += (tl.load(scales_at + following * ROWS),)
             for n in tl.static_range(BLOCKS):
-                x = tl.load(x_at + (first + n) * COLUMNS, mask=x_mask, other=0.0)
-                words = tl.load(codes_at + (first + n) * WORDS)
-                sums = add_product(x, numbers_of(words, held[n]), sums, 1, True)
+                x = tl.load(x_at + (block + n) * COLUMNS, mask=x_mask, other=0.0)
+                words = tl.load(words_at + (block + n) * (ROWS * WORDS))
+                sums = add_product(x, block_of(words, held[n]), sums, 1, True)
             held = ahead
-    for block in tl.static_range(STEPS, WHOLE):
-        x = tl.load(x_at + block * COLUMNS, mask=x_mask, other=0.0)
-        words = tl.load(codes_at + block * WORDS)
-        numbers = numbers_of(words, scales_of(scales, block, live, FORM))
-        sums = add_product(x, numbers, sums, 1, True)
-    if FORM.rest > 0:  # its low codes are in one group, its high codes in the next or the same
-        REST: tl.constexpr = FORM.rest // 2
-        inside = (place % WORDS < REST)[None, :]
-        at = WHOLE * COLUMNS + place // WORDS * REST + place % WORDS
-        x = tl.load(x_rows[:, None] + at[None, :], mask=x_mask & inside, other=0.0)
-        words = tl.load(codes_at + WHOLE * WORDS, mask=(word < REST)[None, :], other=0)
-        low = tl.load(scales + 4 * WHOLE, mask=live, other=0)
-        high = tl.load(scales + (FORM.groups - 1), mask=live, other=0)
-        sums = add_product(x, numbers_of(words, (low, low, high, high)), sums, 1, True)
+    if PARTS == 1 or part == PARTS - 1:
+        for n in tl.static_range(STEPS, WHOLE):
+            x = tl.load(x_at + n * COLUMNS, mask=x_mask, other=0.0)
+            words = tl.load(words_at + n * (ROWS * WORDS))
+            numbers = block_of(words, tl.load(scales_at + n * ROWS))
+            sums = add_product(x, numbers, sums, 1, True)
+        if FORM.rest > 0:
+            REST: tl.constexpr = FORM.rest // 2
+            GROUPS: tl.constexpr = FORM.groups - 4 * WHOLE
+            inside = (place % WORDS < REST)[None, :]
+            at = WHOLE * COLUMNS + place // WORDS * REST + place % WORDS
+            x = tl.load(x_rows[:, None] + at[None, :], mask=x_mask & inside, other=0.0)
+            words_at += WHOLE * ROWS * WORDS
+            words_at -= (row % ROWS * (WORDS - REST))[:, None]
+            words = tl.load(words_at, mask=(word < REST)[None, :], other=0)
+            bytes_at += row % ROWS * GROUPS + WHOLE * ROWS * 4
+            first, last = (
+                tl.load(bytes_at).to(tl.int32),
+                tl.load(bytes_at + (GROUPS - 1)).to(tl.int32),
+            )
+            if GROUPS < 3:
+                low, high = along_words(first, first), along_words(last, last)
+            else:  # the middle one of three groups has the last low codes and the first high ones
+                middle = tl.load(bytes_at + 1).to(tl.int32)
+                low = along_words(first, middle)
+                both = tl.where((word < WORDS // 4)[None, :], middle[:, None], last[:, None])
+                high = as_factors(both)
+            sums = add_product(x, numbers_of(words, low, high), sums, 1, True)
     return sums

@@ -8,7 +8,7 @@ from torch import Tensor
 from specdec_kernels.launch_triton import launch_options
 from specdec_kernels.linear.decode_triton import decoded, decoded_halves, scale_of
 from specdec_kernels.linear.stored import Stored
-from specdec_kernels.linear.stored_groups_triton import HALF, Form, high_columns
+from specdec_kernels.linear.stored_groups_triton import HALF, Form, high_columns, place_in_tiles
 
 WIDTH = 1024  # bytes that a program decodes, all from one row
 READ = ("fp8", "int8", "int4", "mxfp4")
@@ -28,27 +28,29 @@ def plain_kernel(
     row = tl.program_id(0).to(tl.int64)
     byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = byte < ROW
-    codes = tl.load(codes_ptr + row * ROW + byte, mask=live, other=0)
-    groups = row // FORM.high * FORM.groups
-    scales, zeros = scales_ptr + groups, zeros_ptr
-    if FORM.has_zeros:
-        zeros += groups
+    place = place_in_tiles(row, byte, HALF, ROW) if FORM.is_tiled else row * ROW + byte
+    codes = tl.load(codes_ptr + place, mask=live, other=0)
     out_ptr += row * K
     if FORM.per_code == 1:
         numbers = decoded(codes, FORM, tl.float32)
-        store_scaled(out_ptr, numbers, byte, scales, zeros, live, FORM)
+        store_scaled(out_ptr, numbers, row, byte, scales_ptr, zeros_ptr, live, FORM)
     else:
         low, high = decoded_halves(codes, FORM, tl.float32)
         column = byte + byte // HALF * HALF
-        store_scaled(out_ptr, low, column, scales, zeros, live, FORM)
-        store_scaled(out_ptr, high, high_columns(column, FORM), scales, zeros, live, FORM)
+        store_scaled(out_ptr, low, row, column, scales_ptr, zeros_ptr, live, FORM)
+        column = high_columns(column, FORM)
+        store_scaled(out_ptr, high, row, column, scales_ptr, zeros_ptr, live, FORM)
 
 
 @triton.jit
-def store_scaled(out_ptr, numbers, column, scales_ptr, zeros_ptr, live, FORM: tl.constexpr):
-    """Store (numbers - zeros) * scales - minima. numbers: the result of `decoded`, or one of the
-    two results of `decoded_halves`."""
+def store_scaled(out_ptr, numbers, row, column, scales_ptr, zeros_ptr, live, FORM: tl.constexpr):
+    """Store (numbers - zeros) * scales - minima in columns of a row. numbers: the result of
+    `decoded`, or one of the two results of `decoded_halves`."""
     group = column // FORM.wide if FORM.wide > 0 else tl.zeros(column.shape, tl.int32)
+    if FORM.is_tiled:
+        group = place_in_tiles(row, group, 2 * HALF // FORM.wide, FORM.groups)
+    else:
+        group += row // FORM.high * FORM.groups
     shift = 0.0
     if FORM.has_zeros:
         shift = tl.load(zeros_ptr + group, mask=live, other=0).to(tl.float32)

@@ -66,6 +66,22 @@ def _blocks(tensor: Tensor, width: int) -> list[Tensor]:
     return [block for block in found if block.shape[-2:].numel()]
 
 
+def _to_tiles(rows: Tensor, wide: int) -> Tensor:
+    """Put rows [R, W] in the order of `Stored.tiled`. wide: elements of a row in a block."""
+    whole = rows.shape[1] // wide * wide
+    runs = rows.view(-1, TILE_ROWS, rows.shape[1])
+    blocks = runs[:, :, :whole].unflatten(2, (-1, wide)).transpose(1, 2)
+    return torch.cat((blocks.flatten(1), runs[:, :, whole:].flatten(1)), 1)
+
+
+def _from_tiles(rows: Tensor, wide: int) -> Tensor:
+    """The inverse of `_to_tiles`."""
+    whole = rows.shape[1] // wide * wide
+    blocks, rest = rows.view(-1, TILE_ROWS * rows.shape[1]).tensor_split([TILE_ROWS * whole], 1)
+    blocks = blocks.view(len(blocks), -1, TILE_ROWS, wide).transpose(1, 2).flatten(2)
+    return torch.cat((blocks, rest.view(len(rest), TILE_ROWS, -1)), 2)
+
+
 def _from_e2m1(codes: Tensor) -> Tensor:
     numbers = torch.tensor([*E2M1, *(-n for n in E2M1)], device=codes.device)
     return numbers[unpacked(codes).int()]
@@ -79,6 +95,7 @@ def _to_e2m1(numbers: Tensor) -> Tensor:
 
 FP8, INT4, INT8, MXFP4 = "fp8", "int4", "int8", "mxfp4"
 BLOCK = 128  # columns per block of interleaved four-bit codes
+TILE_ROWS = 32  # rows per tile of `Stored.tiled`
 LARGEST_POWER = 160  # largest exponent of a scale in mxfp4, plus 127, by which kernels multiply
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of codes 0..7; 8..15 are their negatives
 KINDS = {
@@ -117,6 +134,7 @@ class Storage:
         255 is NaN).
     has_minima: whether each group has a minimum instead of a zero. Minima have the dtype of the
         scales, and are subtracted after codes are multiplied by scales.
+    is_tiled: whether codes and scales are in the order of `Stored.tiled`.
     """
 
     kind: str
@@ -124,6 +142,7 @@ class Storage:
     has_zeros: bool = False
     scales: torch.dtype = torch.float32
     has_minima: bool = False
+    is_tiled: bool = False
 
     @property
     def is_apart(self) -> bool:
@@ -226,6 +245,8 @@ class Stored:
     def plain(self, dtype: torch.dtype) -> Tensor:
         """Return the dequantised values [..., N, K], contiguous. They are computed in fp32 and
         rounded to `dtype`."""
+        if self.storage.is_tiled:
+            return self._moved(_from_tiles, is_tiled=False).plain(dtype)
         kind, factors = KINDS[self.storage.kind], self.storage.factors(self.scales)
         numbers = kind.decode(self.codes)
         shift: Tensor | float = kind.middle
@@ -248,6 +269,7 @@ class Stored:
         return self._cut(-1, start, stop)
 
     def _cut(self, dim: int, start: int, stop: int) -> "Stored":
+        assert not self.storage.is_tiled
         size = self.shape[dim]
         if not all(self.storage.can_cut(dim, place, size) for place in (start, stop)):
             raise ValueError(
@@ -286,6 +308,25 @@ class Stored:
         """Return a view of one expert's weight."""
         assert self.codes.dim() > 2
         return self._each(lambda field: field[index])
+
+    def tiled(self) -> "Stored":
+        """Return a copy in the order in which kernels read the weights of experts.
+
+        The rows of all experts are cut into runs of 32, and their columns into blocks of 128, the
+        last of which may be shorter. The codes of a run and a block lie together, row by row, and
+        so do their scales. The fields keep their shapes. Only `plain` and the kernels of experts
+        read such a weight, and it can be cut only between experts.
+        """
+        assert self.storage.group[0] == 1 and self.zeros is None
+        return self._moved(_to_tiles, is_tiled=True)
+
+    def _moved(self, move: Callable[[Tensor, int], Tensor], *, is_tiled: bool) -> "Stored":
+        units = self.storage.numbers_of_code(-1), self.storage.group[1]
+        codes, scales = (
+            move(field.flatten(0, -2), BLOCK // unit).view(field.shape)
+            for field, unit in zip((self.codes, self.scales), units, strict=True)
+        )
+        return Stored(codes, scales, None, replace(self.storage, is_tiled=is_tiled))
 
     def copied(self, device: torch.device) -> "Stored":
         """Return a contiguous copy on `device`."""

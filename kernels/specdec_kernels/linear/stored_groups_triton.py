@@ -11,9 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.linear.decode_triton import corrected, scale_of
-from specdec_kernels.linear.stored import BLOCK, KINDS, Stored
+from specdec_kernels.linear.stored import BLOCK, KINDS, TILE_ROWS, Stored
 
 HALF = tl.constexpr(BLOCK // 2)  # distance between the columns of a byte's two values
+ROWS = tl.constexpr(TILE_ROWS)
 
 
 class Form(NamedTuple):
@@ -29,6 +30,7 @@ class Form(NamedTuple):
     is_apart: bool  # whether low and high codes are scaled separately: see `Storage.is_apart`
     whole: int  # columns in complete blocks of 128
     rest: int  # the same as HALF, for an incomplete last block; 0 if all blocks are complete
+    is_tiled: bool  # whether codes and scales are in the order of `Stored.tiled`
 
     @classmethod
     def of(cls, weight: Stored) -> "Form":
@@ -38,6 +40,7 @@ class Form(NamedTuple):
         return cls(
             *(kind, per_code, high, wide, groups, weight.zeros is not None, minima),
             *(weight.storage.is_apart, weight.shape[-1] - rest, rest // 2),
+            weight.storage.is_tiled,
         )
 
 
@@ -71,6 +74,18 @@ def rows_of(codes_ptr, scales_ptr, zeros_ptr, row, K: tl.constexpr, FORM: tl.con
     if FORM.has_zeros:
         zeros = zeros_ptr + place
     return codes_ptr + row * (K // FORM.per_code), scales, zeros
+
+
+@triton.jit
+def place_in_tiles(row, index, WIDE: tl.constexpr, WIDTH: tl.constexpr):
+    """Return where `Stored.tiled` has element `index` of a row.
+
+    WIDE, WIDTH: elements of a row in a block, and in all blocks.
+    """
+    block = index // WIDE * WIDE
+    wide = tl.minimum(WIDTH - block, WIDE)
+    first = row // ROWS * (ROWS * WIDTH) + block * ROWS
+    return first + row % ROWS * wide + index - block
 
 
 @triton.jit

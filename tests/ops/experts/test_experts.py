@@ -16,7 +16,7 @@ from specdec_kernels.experts.down_triton import down_add_norm_triton
 from specdec_kernels.experts.gate_up_triton import gate_up_triton
 from specdec_kernels.experts.group_triton import group_triton
 from specdec_kernels.experts.grouped_triton import grouped_product
-from specdec_kernels.experts.mixture_triton import mixture_add_norm_triton
+from specdec_kernels.experts.mixture_triton import in_tiles_triton, mixture_add_norm_triton
 from specdec_kernels.experts.plan import FEW_TOKENS, ExpertPlan, PairGroups
 from specdec_kernels.experts.reference import (
     CLAMPED,
@@ -32,7 +32,7 @@ from specdec_kernels.experts.route_triton import route_triton
 from specdec_kernels.experts.sorted_triton import combine_triton, sorted_mixture_add_norm
 from specdec_kernels.experts.tiles import MANY_TOKENS, ExpertTiles, GroupTiles
 from specdec_kernels.launch_triton import counters
-from specdec_kernels.linear.mx_sums_triton import are_read_in_order
+from specdec_kernels.linear.mx_sums_triton import can_be_tiled, is_tiled
 from specdec_kernels.linear.reference import Normed, rms_norm_reference
 from specdec_kernels.linear.stored import Storage
 from specdec_kernels.linear.tiles import FEW_ROWS
@@ -511,8 +511,8 @@ def test_grouped_products(size, what, tiles, dtype, device):
 
 MXFP4 = Storage("mxfp4", (1, 32), scales=torch.uint8)
 BF16 = torch.bfloat16
-# T, E, K, F: rows of one to three whole blocks of 128 columns, and none or 32 or 64 beside them.
-MX_SHAPES = [(1, 9, 128, 160), (7, 5, 320, 32), (16, 6, 416, 192)]
+# T, E, K, F: rows of none to three whole blocks of 128 columns, and 0, 32, 64 or 96 beside them.
+MX_SHAPES = [(1, 9, 128, 160), (7, 5, 352, 32), (16, 6, 416, 192)]
 MX_WAYS = [(8, 2), (16, 1), (32, 2)]  # rows in a tile, and blocks of columns in a step
 # Numbers and products are exact, so only sums in fp32 and the last rounding differ. The interpreter
 # cuts bits off where a GPU rounds.
@@ -541,15 +541,17 @@ def mx_experts(
     )
     for weight in (gate_up, down):
         weight.scales[1] = 255
-    return experts._replace(gate_up=gate_up, down=down), exact
+    experts = experts._replace(gate_up=gate_up, down=down)
+    return in_tiles_triton(experts, BF16), exact
 
 
-def mx_tiles(way: tuple[int, int]) -> tuple[ExpertTiles, ExpertTiles]:
-    """Tiles of gate and up and of down for so many rows and blocks of columns."""
+def mx_tiles(way: tuple[int, int], parts: int = 1) -> tuple[ExpertTiles, ExpertTiles]:
+    """Tiles of gate and up and of down for so many rows and blocks of columns. Some programs of
+    down have the last parts of one expert and the first of the next."""
     rows, blocks = way
     return (
         ExpertTiles(rows, 32, 128 * blocks, 1, 1, 0, 4, 3),
-        ExpertTiles(rows, 64, 128 * blocks, 1, 2, 1, 4, 3),
+        ExpertTiles(rows, 64, 128 * blocks, 1, 1 + 2 * parts, 0, 4, 3, parts=parts),
     )
 
 
@@ -571,7 +573,7 @@ def test_products_of_mxfp4(size, what, way, device):
     if x.squares is not None:
         factors = torch.rsqrt(x.squares.sum(1) / width + EPS)
     plan = plan_of(routes, num_experts, factors, device)
-    first, second = mx_tiles(way)
+    first, second = mx_tiles(way, 1 + rows % 3)
     inner = gate_up_triton(x.scaled, plan, experts, first)
     norm = 1 + normal(width, kind={"dtype": BF16, "device": device}, scale=0.3)
     out = down_add_norm_triton(inner, plan, experts, second, x.hidden, norm, EPS)
@@ -618,8 +620,7 @@ def test_grouped_products_of_mxfp4(size, what, way, device):
 
 
 def test_infinite_rows_of_mxfp4_and_rows_that_are_read_otherwise(device):
-    """An infinity leaves other tokens' results alone. A last block of 96 columns has groups that
-    begin inside its halves."""
+    """An infinity leaves other tokens' results alone. Weights are tiled if groups are whole."""
     experts, _ = mx_experts("silu", 5, 128, 64, device)
     routes = some_routes(2, 5, 2)
     x = make_stream(2, 128, {"dtype": BF16, "device": device}, parts=0)
@@ -628,17 +629,18 @@ def test_infinite_rows_of_mxfp4_and_rows_that_are_read_otherwise(device):
     inner = gate_up_triton(x.scaled, plan, experts, mx_tiles((8, 2))[0])
     slot = plan.experts.tolist().index(2)
     assert inner[slot][0].isfinite().all() and not inner[slot][1].isfinite().any()
-    weights = {n: MXFP4.quantised(torch.ones(2, n)) for n in (32, 64, 96, 128, 160, 224, 1440, 720)}
-    read = {width for width, weight in weights.items() if are_read_in_order(BF16, weight)}
-    assert weights.keys() - read == {96, 224, 720}
-    assert not are_read_in_order(BF16, weights[128], weights[96])
-    assert not are_read_in_order(torch.float16, weights[128])
+    weights = {n: MXFP4.quantised(torch.ones(n, n)) for n in (32, 96, 128, 144, 160)}
+    read = {width for width, weight in weights.items() if can_be_tiled(BF16, weight)}
+    assert weights.keys() - read == {144}
+    assert not can_be_tiled(BF16, weights[128], weights[144])
+    assert not can_be_tiled(torch.float16, weights[128])
 
 
-@pytest.mark.parametrize(("rows", "features"), [(3, 64), (3, 96), (12, 64), (12, 96)])
+@pytest.mark.parametrize(("rows", "features"), [(3, 64), (3, 80), (12, 64), (12, 80)])
 def test_layer_of_mxfp4(rows, features, device):
-    """Few tokens and groups. If down's rows have 96 columns, neither weight is read in order."""
+    """Few tokens and groups. If down's rows have 80 columns, neither weight is tiled."""
     experts, exact = mx_experts("clamped", 9, 128, features, device)
+    assert is_tiled(experts.gate_up) == is_tiled(experts.down) == (features == 64)
     for weight in (experts.gate_up, experts.down):
         weight.scales[1] = 118
     plain = {name: getattr(experts, name).plain(torch.float64) for name in ("gate_up", "down")}

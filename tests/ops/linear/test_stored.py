@@ -8,6 +8,7 @@ from ops_helpers import DTYPES, TOLERANCE, assert_close, normal
 from specdec_kernels import ops
 from specdec_kernels.experts.mixture_triton import mixture_add_norm_triton
 from specdec_kernels.linear import products_triton
+from specdec_kernels.linear.plain_triton import plain_triton
 from specdec_kernels.linear.stored import (
     FP8,
     INT4,
@@ -91,6 +92,28 @@ def test_bytes_hold_two_columns_of_a_block(columns: int) -> None:
         is_high = (column - first) // half
         assert torch.equal(codes[:, place] >> 4 * is_high & 15, numbers[:, column]), column
     assert torch.equal(unpacked(codes), numbers)
+
+
+@pytest.mark.parametrize("columns", [32, 96, 128, 160, 320, 448])
+def test_tiles_have_the_codes_and_scales_of_32_rows_and_128_columns(columns, device) -> None:
+    weight = KEPT[-1].quantised(normal(3, 64, columns)).copied(device)
+    tiled = weight.tiled()
+    assert tiled.storage != weight.storage and tiled.num_bytes == weight.num_bytes
+    for ours, theirs, of_block in (
+        (weight.codes, tiled.codes, 64),
+        (weight.scales, tiled.scales, 4),
+    ):
+        place, (rows, width) = 0, (3 * 64, ours.shape[-1])
+        for row in range(0, rows, 32):
+            for first in range(0, width, of_block):
+                block = ours.view(rows, width)[row : row + 32, first : first + of_block]
+                assert torch.equal(theirs.flatten()[place : place + block.numel()], block.flatten())
+                place += block.numel()
+        assert place == theirs.numel()
+    plain = weight.plain(torch.bfloat16)
+    for found in (tiled.plain(torch.bfloat16), plain_triton(tiled, torch.bfloat16)):
+        assert torch.equal(found, plain)
+    assert torch.equal(tiled[1].plain(torch.bfloat16), plain[1])
 
 
 def test_each_code_is_its_number() -> None:
