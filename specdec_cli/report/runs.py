@@ -274,10 +274,12 @@ def warnings_of(whole: SideBySide) -> list[str]:
 
 def ratio_of(one: Shown, other: Shown) -> Ratio | None:
     """Compute the ratio of two points' speeds over the prompts that both have. At a request rate,
-    this is the inverse ratio of the mean times of the same requests. Return None if they have
-    nothing in common."""
+    this is the inverse ratio of the mean times of the same requests, of those whose time is known.
+    Return None if they have nothing in common."""
     common = sorted(one.samples.keys() & other.samples.keys())
     loads = [load for p in (one.point, other.point) if (load := p.load) is not None]
+    if loads:
+        common = [p for p in common if one.samples[p].e2el_ms and other.samples[p].e2el_ms]
     if not common or len({(load.arrivals, load.seed) for load in loads}) > 1:
         return None
     if loads:

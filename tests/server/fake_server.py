@@ -44,7 +44,8 @@ class Faults:
     end without `[DONE]`, or without a finish reason. end: vLLM's finish reason of an abort. split:
     each round comes in two chunks. ids: in place of each chunk's token ids. refuse: numbers of the
     requests that are refused. bos_of: `bos` is put before prompts of so many tokens alone. beyond:
-    tokens written in excess of those asked for. last: the last token's id.
+    tokens written in excess of those asked for. last: the last token's id. silent: whether texts
+    are empty, as if the model ended them at once.
     """
 
     statuses: list[tuple[int, dict[str, str]]] = field(default_factory=list)
@@ -75,6 +76,7 @@ class Faults:
     beyond: int = 0
     last: int | None = None
     bos_of: int | None = None
+    silent: bool = False
 
 
 @dataclass
@@ -425,7 +427,7 @@ class FakeServer:
             }
         choice: dict[str, Any] = {
             "index": 0,
-            "text": "".join(f" {t}" for t in new),
+            "text": "" if self.faults.silent else "".join(f" {t}" for t in new),
             "finish_reason": {"eos": "stop", "length": "length", None: None}[end],
             "stop_reason": None,
         }

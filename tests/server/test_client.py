@@ -193,6 +193,13 @@ def test_retry_after_is_kept() -> None:
     assert answer.ttft_ms is not None and answer.ttft_ms < 200  # of the attempt that was answered
 
 
+@pytest.mark.parametrize("wait", ["soon", "Mon, 01 Jan 99999999999 00:00:00 GMT"])
+def test_an_impossible_retry_after_is_ignored(wait: str) -> None:
+    server = FakeServer(faults=Faults(statuses=[(503, {"Retry-After": wait})]))
+    with session_of(server) as ask:
+        assert_true(server, ask(1))
+
+
 def test_other_refusals_are_not_tried_again_and_quote_the_server() -> None:
     server = FakeServer(faults=Faults(statuses=[(400, {})]))
     with session_of(server) as ask:

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 import signal
 from itertools import pairwise
 from pathlib import Path
@@ -51,6 +52,19 @@ def test_texts_of_other_lengths_are_told(capsys: pytest.CaptureFixture[str]) -> 
         told = [w for w in found["warnings"] if w["code"] == "lengths_differ"]
         assert [w["evidence"]["k"] for w in told] == ([3] if is_told else [])
         assert all("1 tokens on average, and 8 at k = 0" in w["message"] for w in told)
+
+
+def test_empty_texts_have_no_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A server that sends text alone sends nothing if the model ends a text at once."""
+    plain = FakeServer(k=0, faults=Faults(no_ids=True))
+    silent = FakeServer(k=3, faults=Faults(most=1, silent=True, no_ids=True))
+    run = tmp_path / "run"
+    with running(plain, silent):
+        found = swept(capsys, *urls(plain, silent), "--request-rate", "60", "-o", run)
+    speeds = [(p["metrics"]["e2el_ms"]["mean"], p["speedup"]) for p in found["points"]]
+    assert speeds[0][1] == 1.0 and speeds[1] == (None, None)
+    shown = specdec(capsys, "report", str(run), str(shutil.copytree(run, tmp_path / "copy")))
+    assert shown.code == 0, shown.err
 
 
 def test_servers_under_load(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

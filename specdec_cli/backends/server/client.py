@@ -321,7 +321,7 @@ def _wait_asked(headers: Mapping[str, str]) -> float:
     text = headers.get("Retry-After", "")
     with suppress(ValueError):
         return max(0.0, float(text))
-    with suppress(ValueError):
+    with suppress(ValueError, OverflowError):
         return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
     return 0.0
 

@@ -16,7 +16,7 @@ from specdec_cli.core.figures import Rate, Spread
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import Best, Crossover
 from specdec_cli.experiment.folders.records import Key, Load, Point, Sample, Stretch, at_rate
-from specdec_cli.experiment.folders.samples import Samples, baseline_key, without_errors
+from specdec_cli.experiment.folders.samples import Samples, baseline_key
 from specdec_cli.experiment.load.arrivals import Offered
 from specdec_cli.experiment.load.goodput import (
     FEWEST,
@@ -119,9 +119,9 @@ def is_met(samples: Sequence[Sample], slo: Mapping[str, float]) -> list[bool]:
 
 def _gain(own: Samples, plain: Samples, crowding: float) -> dict[str, Any]:
     """Compute the speed-up: the mean time of a request at k = 0 divided by the mean time at this
-    point, over the requests that both points answered. The interval is over blocks of requests.
+    point, over the requests whose time is known at both. The interval is over blocks of requests.
     There is none if `crowding`, the larger one of the two points, exceeds 1."""
-    both = sorted(without_errors(own).keys() & without_errors(plain).keys())
+    both = sorted(i for i in own.keys() & plain.keys() if own[i].e2el_ms and plain[i].e2el_ms)
     if not both:
         return {"speedup": None, "speedup_ci": None}
     value, ends = time_ratio([plain[i] for i in both], [own[i] for i in both], crowding)
