@@ -7,6 +7,7 @@ from specdec_cli.core.figures import Acceptance, EngineFacts, InText, Metrics, S
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.records import Key, Sample, given
 from specdec_cli.experiment.folders.samples import Samples
+from specdec_cli.text import counted
 
 # The sources of acceptance counts, from the least to the most detailed. A point's source is the
 # least detailed one among those of its samples.
@@ -31,6 +32,8 @@ _REMARKS = {
     "include their load: measure while no other client uses the server",
     "counters_late": "the server's counters fell behind its answers, so acceptance is unknown, "
     "but times are right: measure again while the server has no other work",
+    "counters_unread": "the server's counters (/metrics) could be read before its answers, but not "
+    "after them, so acceptance is unknown: measure again while the server has no other work",
     "spec_details_invalid": "the server's reports on rounds contradict themselves, so its counters "
     "are used instead; without counters acceptance is unknown: update the server, or start it "
     "without these reports (vLLM's --per-request-spec-decode-metrics)",
@@ -202,8 +205,8 @@ def remarks_of(samples: Iterable[Samples]) -> list[Notice]:
     return [
         Notice(
             code,
-            f"{_REMARKS.get(code, code)} ({len(of)} samples, the first of prompt {of[0].index} at "
-            f"k = {of[0].k})",
+            f"{_REMARKS.get(code, code)} ({counted(len(of), 'sample')}, the first of prompt "
+            f"{of[0].index} at k = {of[0].k})",
             {"samples": len(of), "index": of[0].index, "k": of[0].k},
         )
         for code, of in sorted(found.items())

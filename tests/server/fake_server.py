@@ -45,7 +45,8 @@ class Faults:
     each round comes in two chunks. ids: in place of each chunk's token ids. refuse: numbers of the
     requests that are refused. bos_of: `bos` is put before prompts of so many tokens alone. beyond:
     tokens written in excess of those asked for. last: the last token's id. silent: whether texts
-    are empty, as if the model ended them at once.
+    are empty, as if the model ended them at once. unread_after: requests after which /metrics
+    fails.
     """
 
     statuses: list[tuple[int, dict[str, str]]] = field(default_factory=list)
@@ -77,6 +78,7 @@ class Faults:
     last: int | None = None
     bos_of: int | None = None
     silent: bool = False
+    unread_after: int | None = None
 
 
 @dataclass
@@ -171,6 +173,8 @@ class FakeServer:
     async def _metrics(self, _: web.Request) -> web.Response:
         if self.dialect != "vllm" or not self.has_metrics:
             raise web.HTTPNotFound
+        if (last := self.faults.unread_after) is not None and len(self.written) >= last:
+            raise web.HTTPServiceUnavailable
         if self.metrics is not None:
             return web.Response(text=self.metrics)
         names = ["generation_tokens", "prefix_cache_hits"]

@@ -483,7 +483,11 @@ def test_incremental_streams_of_sglang() -> None:
 
 @pytest.mark.parametrize(
     ("fault", "code"),
-    [({"reset_after": 1}, "counters_reset"), ({"foreign": 7}, "other_traffic")],
+    [
+        ({"reset_after": 1}, "counters_reset"),
+        ({"foreign": 7}, "other_traffic"),
+        ({"unread_after": 1}, "counters_unread"),
+    ],
 )
 def test_counters_that_cannot_be_trusted_give_nothing(fault: dict[str, Any], code: str) -> None:
     server = FakeServer(faults=Faults(**fault))

@@ -364,6 +364,7 @@ def test_counters_of_several_prompts_are_not_of_a_category(
     [
         (Faults(foreign=3), "other_traffic"),
         (Faults(reset_after=3), "counters_reset"),
+        (Faults(unread_after=3), "counters_unread"),
     ],
 )
 def test_acceptance_that_is_not_known_is_null(

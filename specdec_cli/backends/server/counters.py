@@ -13,6 +13,7 @@ _HITS = "vllm:prefix_cache_hits_total"
 _PREFIX = "vllm:"
 
 RESET, OTHERS, LATE = "counters_reset", "other_traffic", "counters_late"
+UNREAD = "counters_unread"
 Series = tuple[str, tuple[tuple[str, str], ...]]
 
 

@@ -13,7 +13,7 @@ from specdec_cli.backends.base import Finished, OnRound
 from specdec_cli.backends.server import times
 from specdec_cli.backends.server.answers import NO_ROUNDS, all_rounds, finished, shares
 from specdec_cli.backends.server.client import Answer, Client, Limits, get, new_session
-from specdec_cli.backends.server.counters import LATE, OTHERS, RESET, Scrape, difference
+from specdec_cli.backends.server.counters import LATE, OTHERS, RESET, UNREAD, Scrape, difference
 from specdec_cli.backends.server.dialects import Dialect, ServerFacts
 from specdec_cli.backends.server.openai import OpenAI, Vllm
 from specdec_cli.backends.server.sglang import Sglang
@@ -158,7 +158,8 @@ class ServerSession:
         """Send the requests to the server that has this k, and read its counters before and after.
 
         Returns the answers and the result of `difference`: how much the counters grew, or a warning
-        code. The latter is None if the counters do not exist or cannot be read.
+        code, which is `UNREAD` if they could only be read before. The latter is None without
+        counters.
         """
         facts = self.servers[k]
         dialect = DIALECTS[facts.kind]
@@ -179,7 +180,7 @@ class ServerSession:
         for _ in range(_SCRAPES):
             last, now = after, await scrape(http, facts.url)
             if now is None:
-                return answers, None
+                return answers, UNREAD
             after, found = now, difference(before, now, k, tokens, more)
             if found != LATE and (not lags or after == last):
                 break
