@@ -15,7 +15,7 @@ import pytest
 from specdec_cli.backends.base import Finished
 from specdec_cli.backends.server import times
 from specdec_cli.backends.server.answers import Rounds, chunks_tell, finished
-from specdec_cli.backends.server.client import Answer, Limits
+from specdec_cli.backends.server.client import Answer, Events, Limits
 from specdec_cli.backends.server.detect import look_at
 from specdec_cli.backends.server.dialects import Reading, ServerFacts
 from specdec_cli.backends.server.process import HOST, free_port
@@ -289,6 +289,30 @@ def test_pieces_comments_and_line_ends_change_nothing(dialect: str) -> None:
         answers = ask(3)
     assert_true(server, answers)
     assert source(answers) == ("chunks" if dialect == "vllm" else "per_request")
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_events_may_be_split_anywhere(end: str) -> None:
+    """The kernel may join pieces that a server writes one by one, so parts are fed here."""
+    lines = [
+        ": a comment",
+        'data: {"a": 1}',
+        "",
+        "id: 7",
+        "data:b",
+        "data:  c",
+        "",
+        "",
+        "data: d",
+        "",
+    ]
+    stream = end.join([*lines, ""]).encode()
+    for size in range(1, len(stream) + 1):
+        events = Events()
+        parts = [stream[at : at + size] for at in range(0, len(stream), size)]
+        # A carriage return may be the first half of a line end, so the next piece tells.
+        found = [data for part in [*parts, b":"] for data in events.feed(part)]
+        assert found == [b'{"a": 1}', b"b\n c", b"d"], f"pieces of {size} bytes"
 
 
 FACTS = ServerFacts("http://h", "vllm", "0.29", 3, None, "demo")
