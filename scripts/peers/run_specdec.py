@@ -66,7 +66,10 @@ def start(what: work.Work, batch: int, longest: int) -> work.Started:
     return work.Started(decode, count)
 
 
-def _built(what: work.Work, batch: int, longest: int) -> Built:
+def settings(what: work.Work, batch: int) -> dict[str, Any]:
+    """The recipe's keys for some work. Ends this process for more than one rank."""
+    if what.tensor_parallel_size > 1:
+        raise SystemExit("this script runs one rank: scripts/bench/rounds.py times several")
     sets: dict[str, Any] = {
         "target.model": what.target,
         "target.dtype": what.dtype,
@@ -77,11 +80,23 @@ def _built(what: work.Work, batch: int, longest: int) -> Built:
     }
     if what.k:
         sets["speculation.method"] = what.method
+    if what.rates:
+        sets["speculation.acceptance"] = "synthetic"
+        sets["speculation.synthetic_acceptance_rates"] = what.rates
+    models = {"target": what.target_weights}
     if what.draft is not None:
         sets |= {"draft.model": what.draft, "draft.dtype": what.dtype}
-    if what.is_dummy:
-        sets["target.load_format"] = "dummy"
-    planned = plan(load_recipe(None, sets))
+        models["draft"] = what.draft_weights
+    for role, weights in models.items():
+        if what.is_dummy:
+            sets[f"{role}.load_format"] = "dummy"
+        if weights is not None:
+            sets[f"{role}.weights"] = weights
+    return sets
+
+
+def _built(what: work.Work, batch: int, longest: int) -> Built:
+    planned = plan(load_recipe(None, settings(what, batch)))
     return Built(build(planned, longest - what.new_tokens), planned.params, {})
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from scripts.peers import agree, work
 from specdec_cli.demo import demo_path
+from specdec_cli.recipe import load_recipe
 
 
 def test_a_bundled_recipe_is_read_as_specdec_reads_it() -> None:
@@ -42,6 +43,24 @@ def test_other_engines_quantise_what_the_recipe_has_in_fp8() -> None:
     target_alone = work.read("bench-70b-fp8-1b-dummy", 5)
     assert (target_alone.target_weights, target_alone.draft_weights) == ("fp8", None)
     assert work.read("bench-8b-fp8-1b-dummy", 0).draft_weights is None
+
+
+@pytest.mark.parametrize("name", ["bench-8b-fp8-1b-dummy", "bench-8b-eagle3-dummy"])
+def test_ours_runs_what_the_recipe_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(work.__file__).parent))
+    from scripts.peers.run_specdec import settings
+
+    found, whole = load_recipe(None, settings(work.read(name, 5), 8)), load_recipe(name, {})
+    assert found.run.batch_size == 8
+    for section in ("target", "draft", "speculation", "sampling"):
+        ours, theirs = getattr(found, section), getattr(whole, section)
+        same = {"load_format", "weights", "dtype", "method", "acceptance", "ignore_eos"}
+        for key in same & type(theirs).model_fields.keys():
+            assert getattr(ours, key) == getattr(theirs, key), f"{section}.{key}"
+    rates = whole.speculation.synthetic_acceptance_rates
+    assert found.speculation.synthetic_acceptance_rates == (rates and rates[:5])
+    with pytest.raises(SystemExit, match="one rank"):
+        settings(work.read("bench-70b-1b-dummy", 5), 1)
 
 
 TWO = [[[1] * 5, [1] * 7]]
