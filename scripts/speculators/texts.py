@@ -324,9 +324,10 @@ def parse() -> argparse.Namespace:
         parser.error("say how much to write: --minutes or --waves")
     devices = [item.partition("=")[2] for item in args.set if item.startswith("run.device=")]
     commands.by_device(args, _SIZES, *devices[-1:])
-    if not re.fullmatch(r"\d{1,4}/\d{1,4}", args.shard):
-        parser.error(f"argument --shard: expected I/N, such as 0/3, got {args.shard}")
-    args.index, args.shards = map(int, args.shard.split("/"))
+    found = re.fullmatch(r"(\d{1,4})/(\d{1,4})", args.shard)
+    args.index, args.shards = map(int, found.groups()) if found else (0, 0)
+    if args.index >= args.shards:  # shards count from 0; 3/3 would write the waves of 0/3
+        parser.error(f"argument --shard: expected I/N with I < N, such as 0/3, got {args.shard}")
     return args
 
 
