@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,15 @@ from specdec_cli.launch import agent, seat, spinning
 from specdec_cli.launch.agent import Exit
 from specdec_cli.launch.heartbeat import LEAST_START_S, find_stuck, read_beats
 from specdec_cli.launch.rank import num_cores, stuck
-from specdec_cli.launch.reports import End, Report, gone, last_words, read_reports, root_cause
+from specdec_cli.launch.reports import (
+    End,
+    Report,
+    gone,
+    how_ended,
+    last_words,
+    read_reports,
+    root_cause,
+)
 
 _LOOK_S = 0.1
 _SETTLE_S = 5.0  # how long to wait, after a failure, for a report of its cause
@@ -163,8 +170,7 @@ def _failures(folder: Path, reports: Mapping[int, Report], exits: Sequence[Exit]
 
 
 def _launcher_failed(code: int) -> Report:
-    how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-    message = f"the process that starts the ranks ended ({how})"
+    message = f"the process that starts the ranks ended ({how_ended(code)})"
     return Report(0, End.FAILED, ExitCode.RUN_FAILED, message, is_common=True)
 
 

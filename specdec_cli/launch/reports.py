@@ -108,6 +108,11 @@ def gone(rank: int, exit_code: int, at: float, last_words: str = "") -> Report:
     return Report(rank, end, ExitCode.RUN_FAILED, message, hint, at=at)
 
 
+def how_ended(exit_code: int) -> str:
+    """Describe an exit code as in `subprocess`, such as `exit code 1` or, for -9, `SIGKILL`."""
+    return signal_name(-exit_code) if exit_code < 0 else f"exit code {exit_code}"
+
+
 def signal_name(number: int) -> str:
     """Return the name of a signal, such as SIGKILL."""
     try:

@@ -16,7 +16,7 @@ from specdec_cli.backends.server.flags import Command, command_of
 from specdec_cli.backends.server.process import Process
 from specdec_cli.backends.server.session import ServerSession
 from specdec_cli.core.types import Permissions
-from specdec_cli.errors import UsageError
+from specdec_cli.errors import RunError, UsageError
 from specdec_cli.recipe import load_recipe
 from specdec_cli.recipe.choices.registry import METHODS
 from tests.cli.sweep_helpers import gain, samples, specdec, stopped_sweep
@@ -184,6 +184,13 @@ def test_nothing_is_left_after_kill_9_of_the_guardian(tmp_path: Path) -> None:
     process._guardian.kill()
     process.stop()
     assert not is_alive(*pids(file))
+
+
+def test_a_server_that_a_signal_without_a_name_ends(tmp_path: Path) -> None:
+    process = Process(["sh", "-c", "echo words; kill -40 $$"], {}, tmp_path / "log", 0.3)
+    with pytest.raises(RunError, match="the server ended with signal 40: words"):
+        process.check(10.0)
+    process.stop()
 
 
 def test_nothing_is_left_after_ctrl_c(tmp_path: Path) -> None:

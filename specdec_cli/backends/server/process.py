@@ -14,6 +14,7 @@ from pathlib import Path
 
 from specdec_cli.errors import ExitCode, RunError
 from specdec_cli.launch import guardian
+from specdec_cli.launch.reports import how_ended
 from specdec_cli.text import inert
 
 HOST = "127.0.0.1"
@@ -77,12 +78,7 @@ class Process:
         code and the last lines of the log."""
         if self.has_ended(within_s):
             kind = NotUpError if self.code == _NOT_FOUND else RunError
-            raise kind(f"the server ended with {self.end_in_words}: {self.last_words}")
-
-    @property
-    def end_in_words(self) -> str:
-        code = self.code or 0
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            raise kind(f"the server ended with {how_ended(self.code or 0)}: {self.last_words}")
 
     @property
     def written(self) -> str:
