@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import torch
 
+from specdec_cli import signals
 from specdec_cli.launch import agent, ranks, seat
 from tests.cli.generate_helpers import Result, specdec
 from tests.launch import faults
@@ -70,6 +71,8 @@ def forked_agent(
     try:
         os.setsid()
         atexit._clear()  # an agent's own process has no temporary folders of the command to remove
+        for number, usual in signals._USUAL.items():  # nor the command's handlers
+            signal.signal(number, usual)
         # The command may have replaced its own.
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
         os.environ[seat.FOLDER] = str(folder)
