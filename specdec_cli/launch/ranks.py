@@ -35,6 +35,7 @@ _SETTLE_S = 5.0  # how long to wait, after a failure, for a report of its cause
 _SETTLE_KNOWN_S = 0.3  # the same wait once a rank has reported its own error
 _STOP_S = 2.0  # seconds from SIGTERM to SIGKILL
 _LEAVE_S = 10.0  # seconds for processes to end after every rank has reported
+_PROBE_BYTES = 4096  # more than any report and beat needs
 # Names of private folders contain the host's name: other hosts may not see this host's locks.
 _PREFIX = f"specdec-ranks-{os.uname().nodename}-"
 _OLD_S = 60.0  # the age from which such a folder is locked if its command still runs
@@ -73,10 +74,31 @@ def run_ranks(
             failure = _watch(launcher, num_ranks, folder, timeout_s)
         finally:
             _stop(launcher, folder)
-        return failure or read_reports(folder)[0]
+        return unwritable(failure, folder) or failure or read_reports(folder)[0]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def unwritable(failure: Report | None, folder: Path) -> Report | None:
+    """Return a report that the folder cannot be written, such as on a full disk, if this explains a
+    failure: a rank that sends no beats or no report looks as if it hung or were gone."""
+    if failure is None or failure.rank in read_reports(folder):
+        return None
+    try:
+        (folder / "probe").write_bytes(bytes(_PROBE_BYTES))
+    except OSError as problem:
+        told = f"cannot write {folder}, through which ranks report: {problem.strerror}"
+        hint = "make room there and leave the folder alone, or set TMPDIR to another place"
+        return replace(
+            failure,
+            end=End.FAILED,
+            code=ExitCode.ENVIRONMENT,
+            message=told,
+            hint=hint,
+            is_common=True,
+        )
+    return None
 
 
 def _delete_old_folders() -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,6 +15,7 @@ from specdec_cli.launch import agent, rank
 from specdec_cli.launch.agent import Exit
 from specdec_cli.launch.heartbeat import read_beats, write_beat
 from specdec_cli.launch.rank import Rank
+from specdec_cli.launch.ranks import unwritable
 from specdec_cli.launch.reports import End, Report, read_reports, write_report
 from specdec_cli.launch.seat import Seat
 
@@ -64,6 +66,29 @@ def test_a_report_that_can_never_be_written_does_not_keep_the_rank(
     monkeypatch.setattr(rank, "write_report", full_at_first(write_report, 1000))
     assert one.end(Report(0, End.DONE, 0)) is None
     assert not read_reports(tmp_path)
+
+
+@pytest.mark.parametrize("why", ["No space left on device", "No such file or directory"])
+def test_a_folder_that_cannot_be_written_is_the_reason(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without beats and reports a rank seems to hang, though it runs."""
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    stuck = Report(1, End.STUCK, 1, "hung in verify: the process stands still for 8 s")
+    assert unwritable(stuck, folder) is None, "it can be written"
+    told = Report(1, End.FAILED, 2, "its own error")
+    write_report(folder, told)
+    if "space" in why:
+        monkeypatch.setattr(Path, "write_bytes", full_at_first(Path.write_bytes, 1000))
+        assert unwritable(told, folder) is None, "the rank has said why it failed"
+        (folder / "report-1").unlink()
+    else:
+        shutil.rmtree(folder)
+    found = unwritable(stuck, folder)
+    assert found is not None and (found.end, found.code) == (End.FAILED, 5)
+    assert found.explained == f"cannot write {folder}, through which ranks report: {why}"
+    assert unwritable(None, folder) is None
 
 
 def test_the_ends_of_ranks_are_written_again(
