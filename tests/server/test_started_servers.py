@@ -136,7 +136,8 @@ def test_a_server_that_is_never_healthy(capsys: pytest.CaptureFixture[str]) -> N
     assert time.monotonic() - began < 40, "it was waited for longer than asked"
     assert found.code == 5
     (point,) = json.loads(found.out)["points"]
-    assert "start_timeout_s" in point["reason"] and "HTTP 503" in point["reason"]
+    told = "sglang-k0 is not healthy after 10 s (engine.start_timeout_s): the server at http://"
+    assert point["reason"].startswith(told) and "is not healthy: HTTP 503" in point["reason"]
 
 
 def test_a_server_that_wants_a_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -172,9 +172,10 @@ async def _healthy(http: aiohttp.ClientSession, url: str, patience_s: float) -> 
         except (aiohttp.ClientError, OSError) as problem:
             told = words_of(problem) or "no answer"
         if time.monotonic() + times.LOOK_S > deadline:
+            # Without patience, a caller that has waited longer adds how long it was.
+            since = f" after {patience_s:g} s (engine.start_timeout_s)" if patience_s else ""
             raise SetupError(
-                f"the server at {url} is not healthy after {patience_s:g} s "
-                f"(engine.start_timeout_s): {told}",
+                f"the server at {url} is not healthy{since}: {told}",
                 "its log says what it waits for; "
                 f"--set engine.start_timeout_s={2 * patience_s:g} waits longer",
             )
