@@ -77,7 +77,7 @@ class NativeSession:
             on_sign()
             for one in emissions:
                 if one.seq.finish_reason is not None:
-                    arrivals.answered(one.index)
+                    arrivals.answered(one.index, has_failed=one.seq.error is not None)
 
         found = self.engine.run((), k, params, on_emit, arrivals).seqs
         return [finished(seq) for seq in found if seq.finish_reason is not None]

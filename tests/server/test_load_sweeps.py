@@ -316,6 +316,18 @@ def test_our_own_engine_under_load(
     assert ours == pytest.approx([at - due[0] for at in due], abs=1e-6), "as for servers"
 
 
+def test_prompts_that_our_own_engine_refuses_are_no_answers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    ids = [[5] * 8, [5] * 3000]
+    file.write_text("".join(json.dumps({"prompt_token_ids": one}) + "\n" for one in ids))
+    words = ("--dataset", file, "--k", "0", "--request-rate", "inf", "--set", "run.repeats=4")
+    load = swept(capsys, *words, code=3)["points"][0]["load"]
+    assert (load["num_requests"], load["num_failed"]) == (8, 4)
+    assert load["achieved_rate"] * load["window_seconds"] == pytest.approx(4)
+
+
 def test_shards_of_a_load_are_merged(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     server = FakeServer(k=0)
     with running(server):
