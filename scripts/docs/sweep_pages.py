@@ -111,9 +111,12 @@ SWEEPS = (
 
 
 def main() -> None:
-    for sweep in SWEEPS:
-        if sweep.name in (sys.argv[1:] or [s.name for s in SWEEPS]):
-            sweep.write()
+    by_name = {sweep.name: sweep for sweep in SWEEPS}
+    names = sys.argv[1:] or list(by_name)
+    if unknown := [name for name in names if name not in by_name]:
+        sys.exit(f"error: no sweep {unknown[0]!r}; {', '.join(by_name)}")
+    for name in names:
+        by_name[name].write()
 
 
 if __name__ == "__main__":

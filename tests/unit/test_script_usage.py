@@ -17,6 +17,12 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
         ("peers/run_vllm.py --help", 0, "usage: run_vllm.py"),
         ("docs/comparison.py --help", 0, "categories-32"),
         ("docs/comparison.py best nope", 2, "error: no table 'nope'; best, "),
+        (
+            "docs/sweep_pages.py nope",
+            "error: no sweep 'nope'; smollm2, smollm2-sampled, smollm2-cpu, smollm2-cpu-sampled, "
+            "demo-methods, demo-sweep",
+            "",
+        ),
         ("bench/sampling.py --rows 1", "error: this measures a GPU, and torch finds none", ""),
         ("proofs/gpu.py", "error: these checks need a GPU, and torch finds none", ""),
     ],
