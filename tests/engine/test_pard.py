@@ -31,7 +31,7 @@ class Pair(NamedTuple):
     folder: Path
 
 
-def save_pair(folder: Path, steps: int = 50, vocab: int = VOCAB) -> Pair:
+def save_pair(folder: Path, steps: int = 25, vocab: int = VOCAB) -> Pair:
     target = save_tiny(folder / "target", "llama", vocab_size=vocab)
     word_tokenizer(target, [f"w{i}" for i in range(vocab)])
     draft = save_noised(folder / "draft", target)
