@@ -30,7 +30,7 @@ from specdec_cli.models.description import DraftPlace
 from specdec_cli.models.draft import Draft
 from specdec_cli.plugged import PluggedMethod, PluggedPolicy, PluggedRule, blamed, built, flag
 from specdec_cli.recipe import SpeculationSection
-from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice, WeightsFrom
+from specdec_cli.recipe.choices.base import Choice, MethodChoice, RuleChoice, WeightsFrom
 from specdec_cli.recipe.choices.registry import METHODS, POLICIES, RULES, add
 from specdec_cli.recipe.watched import WatchedOptions
 from specdec_cli.text import one_line
@@ -108,7 +108,7 @@ def policy(name: str) -> Callable[[Made], Made]:
             with blamed(f"length policy {name}", "making it"):
                 return PluggedPolicy(name, built(made, _own(speculation)))
 
-        add(POLICIES, name, PolicyChoice(_words(made), code=make))
+        add(POLICIES, name, Choice(_words(made), code=make))
         return made
 
     return register

@@ -16,6 +16,7 @@ from specdec_cli.commands.options import Asked, Prompts, option, shared
 from specdec_cli.commands.resuming import resumed, say_kept, with_draft
 from specdec_cli.commands.starting import importing
 from specdec_cli.commands.status import conclude, set_up_logging, strictly, waiting, warn
+from specdec_cli.commands.unused import warn_of_unused
 from specdec_cli.errors import LOGGED, UsageError
 from specdec_cli.launch.world import Place, join
 
@@ -66,8 +67,7 @@ def compare_tp(
 
         asked, kept = resumed(asked, ComparisonSettings)
     resolved = with_draft(asked, kept).resolve(recipe_options(source) | {"repeats": repeats})
-    asked.warn_of_unused(resolved, has_draft=asked.given.get("draft") is not None)
-    asked.warn_of_engine(resolved)
+    warn_of_unused(asked, [resolved], has_draft=asked.given.get("draft") is not None)
     if kept:
         target_tp = target_tp or ",".join(map(str, kept["target_tps"]))
         draft_tp = draft_tp or ",".join(map(str, kept["draft_tps"]))

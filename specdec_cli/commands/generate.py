@@ -21,6 +21,7 @@ from specdec_cli.commands.resuming import (
 )
 from specdec_cli.commands.starting import importing, joined
 from specdec_cli.commands.status import waiting
+from specdec_cli.commands.unused import warn_of_unused
 from specdec_cli.errors import UsageError
 from specdec_cli.stages import begin_stage
 
@@ -51,14 +52,14 @@ def generate(
 
         asked, kept = resumed(asked, GenerateSettings)
     resolved = with_draft(asked, kept).resolve(recipe_options(source))
-    asked.warn_of_unused(resolved, has_draft=asked.given["draft"] is not None)
     named, earlier = None, folder_of_servers(asked, kept)
-    if server is not None or earlier is not None:
+    asks = server is not None or earlier is not None
+    warn_of_unused(asked, [resolved], has_draft=asked.given["draft"] is not None, asks=asks)
+    if asks:
         from specdec_cli.commands import servers
 
         k, urls = asked.given["num_speculative_tokens"], None if server is None else [server]
         named = servers.named(urls, None, None, None if k is None else [k], earlier)
-    asked.warn_of_engine(resolved, asks=named is not None)
     if named is not None and check_lossless:
         told = "--check-lossless needs the target's logits, which a server does not return"
         raise UsageError(told, "leave it out, or use sweep-k --server, which compares texts")

@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -29,9 +28,6 @@ _RUN, _OUTPUT = "Run", "Recipe and output"
 _K = "num_speculative_tokens"
 _METHOD = "speculation.method"
 _DRAFT_TP = "draft.tensor_parallel_size"
-_ENGINE = "engine.kind"
-_OF_REQUESTS = ("served_model", "start_timeout_s", "request_timeout_s", "retries")
-_READ_OF_RUNNING = [_ENGINE, *(f"engine.{name}" for name in _OF_REQUESTS)]  # with --server
 _SUCH_AS = {
     "--set": "--set sampling.top_p=0.9",
     "--template": "--template enable_thinking=false",
@@ -330,93 +326,6 @@ class Asked:
         is_free = options.get("draft") is not None
         names_method = _METHOD in parse_sets(all_sets) or options.get("method") is not None
         return with_sampling(with_method(found, is_free=is_free and not names_method))
-
-    def warn_of_unused(
-        self,
-        *recipes: "specdec_cli.recipe.Recipe",
-        has_draft: bool,
-        draft_tp: object = None,
-    ) -> None:
-        """Warn the user about options and keys that have no effect beside the recipe's choices.
-
-        recipes: the resolved recipes, one for each draft.
-        draft_tp: the value of --draft-tp, if the command has its own option.
-        """
-        from specdec_cli.recipe.choices.registry import NONE, weights_from
-
-        resolved = recipes[0]
-        method, k = resolved.speculation.method, self.given.get(_K)
-        if not self.is_heard:
-            return
-        if has_draft and resolved.draft is not None and weights_from(method) != "draft":
-            typer.echo(f"warning: --draft is not used: speculation.method is {method}", err=True)
-        elif k and method == NONE:
-            why = "speculation.method is none" if resolved.draft else "the recipe has no draft"
-            typer.echo(f"warning: -k {k} has no effect: {why}", err=True)
-        option = self.given.get("draft_tp", draft_tp)
-        degree = parse_sets(self.sets or ()).get(_DRAFT_TP) if option is None else option
-        used = {"target": resolved.target.tensor_parallel_size, "draft": degree}
-        all_used = [used.get(weights_from(one.speculation.method)) for one in recipes]
-        if degree is not None and degree not in all_used:
-            name = _DRAFT_TP if option is None else OPTION_KEYS["draft_tp"][0]
-            told = f"{name} has no effect: speculation.method is {method}"
-            typer.echo(f"warning: {told}", err=True)
-        for key, told in self._unread(*recipes):
-            typer.echo(f"warning: {key} has no effect: {told}", err=True)
-
-    def _unread(self, *recipes: "specdec_cli.recipe.Recipe") -> Iterator[tuple[str, str]]:
-        """Yield the keys of `sampling` and `speculation` that none of the recipes reads, although
-        the user sets them, by option, by --set or in the recipe's file, each with the choice for
-        which it is not read."""
-        from specdec_cli.recipe.choices.registry import METHODS, POLICIES, RULES, readers_of
-
-        choices: dict[str, Mapping[str, Any]]
-        choices = {"method": METHODS, "acceptance": RULES, "length.policy": POLICIES}
-        keys = [key for key, value in parse_sets(self.sets or ()).items() if value is not None]
-        for one in recipes:
-            keys += _not_default("speculation", one.speculation)
-            keys += _not_default("speculation.length", one.speculation.length)
-        for key in dict.fromkeys(keys):
-            section, _, own = key.partition(".")
-            readers = readers_of(own) if section == "speculation" else None
-            if readers is None:
-                continue
-            chooser, names = readers
-            chosen: list[Any] = [attrgetter(chooser)(one.speculation) for one in recipes]
-            if not any(name in names or choices[chooser][name].code for name in chosen):
-                yield key, f"speculation.{chooser} is {' or '.join(dict.fromkeys(chosen))}"
-        sampling = recipes[0].sampling
-        if sampling.temperature == 0 and sampling.source == "recipe":
-            for own in ("top_k", "top_p"):
-                if getattr(sampling, own) != type(sampling).model_fields[own].default:
-                    yield f"sampling.{own}", "sampling.temperature is 0"
-
-    def warn_of_engine(
-        self, recipe: "specdec_cli.recipe.Recipe", *, asks: bool = False, starts: bool = False
-    ) -> None:
-        """Warn the user about options that have no effect on servers, if they decode, and about
-        keys of `engine` that are not read.
-
-        asks: whether a server decodes that is running already.
-        starts: whether the command starts the servers that decode. If so, it passes them the
-            settings of the recipe's target, so --target-tp and --dtype do have an effect.
-        """
-        unsent = ["draft_tp", "device", "num_blocks", "block_size"] if asks or starts else []
-        unsent += ["target_tp", "dtype"] if asks else []
-        found = [OPTION_KEYS[name][0] for name in unsent if self.given.get(name) is not None]
-        unread = [] if starts else _not_default("engine", recipe.engine)
-        keys = [key for key in unread if key not in (_READ_OF_RUNNING if asks else [_ENGINE])]
-        where = "on a server that is running" if asks else "without a server"
-        for names, told in ((found, "on a server"), (keys, where)):
-            if names and self.is_heard:
-                have = "has" if len(names) == 1 else "have"
-                typer.echo(f"warning: {', '.join(names)} {have} no effect {told}", err=True)
-
-
-def _not_default(prefix: str, section: Any) -> list[str]:
-    """Return the keys of a recipe's section whose values are not the defaults."""
-    fields = type(section).model_fields.items()
-    return [f"{prefix}.{name}" for name, info in fields if getattr(section, name) != info.default]
 
 
 def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -18,6 +18,7 @@ from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, Prompts, option, shared
 from specdec_cli.commands.starting import importing, joined
 from specdec_cli.commands.status import show, waiting, warn
+from specdec_cli.commands.unused import warn_of_unused
 from specdec_cli.errors import SetupError, SpecdecError, UsageError
 from specdec_cli.launch.world import World
 from specdec_cli.text import inert, parse_bytes
@@ -89,13 +90,11 @@ def profile_blocks(
         rooms = _rooms(device_memory, memory)
         with waiting("estimating", quiet=asked.hides_progress), _naming_shapes():
             resolved, document = _estimated(asked, source, lists, rooms, context)
-        asked.warn_of_unused(resolved, has_draft=has_draft, draft_tp=lists["draft_tp"][0])
-        asked.warn_of_engine(resolved)
+        warn_of_unused(asked, [resolved], has_draft=has_draft, draft_tp=lists["draft_tp"][0])
         _show(document, resolved, asked)
         return
     resolved = asked.resolve(recipe_options(source) | next(_points(lists)))
-    asked.warn_of_unused(resolved, has_draft=has_draft, draft_tp=lists["draft_tp"][0])
-    asked.warn_of_engine(resolved)
+    warn_of_unused(asked, [resolved], has_draft=has_draft, draft_tp=lists["draft_tp"][0])
     with joined(asked.place, [resolved], lambda: _prompts(source, resolved, asked, context)) as (
         world,
         prompts,

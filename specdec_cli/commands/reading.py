@@ -18,6 +18,7 @@ import typer
 
 from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked
+from specdec_cli.commands.unused import warn_of_rows
 from specdec_cli.demo import PREFIX
 from specdec_cli.errors import Notice, SpecdecError, UsageError
 from specdec_cli.prompts import (
@@ -97,26 +98,12 @@ def find_prompts(
     if asked.output is not None:
         path = os.path.abspath(asked.output / PROMPTS)
         data, own = DataSection.model_validate({"path": path, "chat": chat}), jsonl_of(prompts)
-    _warn_of_unused(asked)
+    warn_of_rows(asked)
     return PromptSet(prompts, data, chat, _unused(prompts, chat, of_chat), own, source.skip_bad)
 
 
 def _unused(prompts: Sequence[Prompt], chat: str, of_chat: Mapping[str, object]) -> list[Notice]:
     return [*unused_keys(prompts), *unused_template(prompts, chat, of_chat)]
-
-
-def _warn_of_unused(asked: Asked) -> None:
-    """Warn the user about keys of --set that choose rows of a file, if the prompts are from
-    --prompt or standard input."""
-    sets = options.parse_sets(asked.sets or ())
-    if isinstance(whole := sets.pop("data", None), dict):
-        sets = {f"data.{key}": value for key, value in whole.items()} | sets
-    about_rows = {f"data.{key}" for key in (*ABOUT_ROWS, "path")}
-    found = [key for key, value in sets.items() if value is not None and key in about_rows]
-    if found and asked.is_heard:
-        have = "has" if len(found) == 1 else "have"
-        told = f"warning: {', '.join(found)} {have} no effect on prompts of --prompt or a pipe"
-        typer.echo(told, err=True)
 
 
 def fewer_prompts(

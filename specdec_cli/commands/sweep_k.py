@@ -33,6 +33,7 @@ from specdec_cli.commands.sweep_parsing import (
     refuse_beside,
     shard_of,
 )
+from specdec_cli.commands.unused import warn_of_unused
 from specdec_cli.demo import PREFIX
 from specdec_cli.errors import LOGGED, ExitCode, SpecdecError, UsageError
 from specdec_cli.launch.world import World
@@ -216,9 +217,8 @@ def sweep_k(
         )
         sizes = sizes if is_native else [0]
         sizes = sizes if load.max_concurrency is None else [load.max_concurrency]
-    asked.warn_of_unused(*recipes, has_draft=bool(draft))
     serves = recipes[0].engine.kind != "native" and named is None
-    asked.warn_of_engine(recipes[0], asks=named is not None, starts=serves)
+    warn_of_unused(asked, recipes, has_draft=bool(draft), asks=named is not None, starts=serves)
     if serve_args is not None and not serves:
         raise UsageError("--serve-args needs --serve")
     if serves:

@@ -21,12 +21,13 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, ValidationError
 
+from specdec_cli.recipe.choices.base import Choice
 from specdec_cli.recipe.choices.registry import (
+    CHOICES,
     METHODS,
     NONE,
     POLICIES,
     RULES,
-    Choice,
     MethodAndRuleKeys,
     PolicyKeys,
 )
@@ -152,9 +153,7 @@ class SpeculationSection(MethodAndRuleKeys, SpeculationKeys):
         if rule.check is not None:
             rule.check(self, self.num_speculative_tokens)
         # In a sweep, plugins of other arms may read them, so every arm may have them.
-        if self.options and not any(
-            c.code for of in (METHODS, RULES, POLICIES) for c in of.values()
-        ):
+        if self.options and not any(c.code for of in CHOICES.values() for c in of.values()):
             raise PydanticCustomError(
                 "options", "are for plugins, but none is loaded (--plugin)", {"key": "options"}
             )

@@ -26,6 +26,7 @@ import specdec_cli.engine.plan
 import specdec_cli.models.description
 from specdec_cli import demo
 from specdec_cli.commands.options import Asked, resolve
+from specdec_cli.commands.unused import warn_of_unused
 from specdec_cli.launch.world import Place
 from specdec_cli.models import description
 from specdec_cli.models.spec import ModelSpec
@@ -551,7 +552,7 @@ def test_proposals_that_nobody_makes_are_warned_of(run: Run) -> None:
     without = ("--set", "speculation.method=none", "-k", "3")
     assert run("--prompt", "x", "--max-new-tokens", "1", "-q", *without).err == said
     other = ("--set", "speculation.method=ngram", "--draft", "demo:draft")
-    said = "warning: --draft is not used: speculation.method is ngram\n"
+    said = "warning: --draft has no effect: speculation.method is ngram\n"
     assert run(*alone, *other).err == said
 
 
@@ -620,7 +621,7 @@ def test_keys_of_a_file_that_no_choice_reads_are_warned_of(
     file.write_text(f"{models}speculation: {{{speculation}}}\n")
     asked = Asked(Place(("specdec_cli", "generate"), None, None), {})
     resolved = resolve(str(file), None, {})
-    asked.warn_of_unused(resolved, has_draft=False)
+    warn_of_unused(asked, [resolved], has_draft=False)
     err = capsys.readouterr().err
     if key is None:
         assert err == ""
@@ -630,7 +631,7 @@ def test_keys_of_a_file_that_no_choice_reads_are_warned_of(
         assert err.count("\n") == 1
     every = tmp_path / "every.yaml"
     every.write_text(dump_recipe(resolved))
-    asked.warn_of_unused(resolve(str(every), None, {}), has_draft=False)
+    warn_of_unused(asked, [resolve(str(every), None, {})], has_draft=False)
     assert capsys.readouterr().err == err
 
 
@@ -650,9 +651,9 @@ def test_ranks_of_a_draft_that_has_none(run: Run, capsys: pytest.CaptureFixture[
         for draft, tp in (("ngram", 2), ("mtp", 2), ("mtp", 1))
     )
     for recipes, is_warned in [((ngram, both), False), ((ngram,), True), ((both,), False)]:
-        asked.warn_of_unused(*recipes, has_draft=True)
+        warn_of_unused(asked, recipes, has_draft=True)
         assert ("--draft-tp has no effect" in capsys.readouterr().err) is is_warned
-    replace(asked, given={"draft_tp": 1}).warn_of_unused(one, has_draft=True)
+    warn_of_unused(replace(asked, given={"draft_tp": 1}), [one], has_draft=True)
     assert "--draft-tp has no effect: speculation.method is mtp" in capsys.readouterr().err
 
 

@@ -456,7 +456,7 @@ def test_a_draft_that_the_method_does_not_use_is_told(
 ) -> None:
     asked = ("demo-ngram", "--draft", "demo:draft", "--method", "ngram")
     result = profile(capsys, *asked, *SMALL, "-q", *way)
-    said = "warning: --draft is not used: speculation.method is ngram\n"
+    said = "warning: --draft has no effect: speculation.method is ngram\n"
     assert (result.code, result.err) == (0, said)
     asked = ("demo-ngram", "--draft-tp", "2", "--draft", "ngram")
     said = "warning: --draft-tp has no effect: speculation.method is ngram\n"

@@ -1,5 +1,6 @@
-"""The recipe's keys for the length policy `adaptive`."""
+"""The length policy `adaptive` and its keys in a recipe."""
 
+from specdec_cli.recipe.choices.base import Choice
 from specdec_cli.recipe.fields import Section, Tokens, entry
 
 
@@ -9,3 +10,6 @@ class AdaptiveKeys(Section):
     choices: tuple[Tokens, ...] = entry(
         (0, 1, 2, 4, 8), "adaptive: lengths to choose from, besides k itself"
     )
+
+
+ADAPTIVE = Choice("chooses k by its measured gain", keys=AdaptiveKeys)

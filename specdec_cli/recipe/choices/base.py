@@ -5,10 +5,11 @@ This module avoids heavy imports. A built-in choice is implemented in the module
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from specdec_cli.recipe.choices.forms import DraftForm
+from specdec_cli.recipe.fields import Section
 
 WeightsFrom = Literal["none", "draft", "target"]
 
@@ -64,25 +65,37 @@ def sglang_steps(algorithm: str) -> SglangValues:
 
 
 @dataclass(frozen=True, slots=True)
-class MethodChoice:
-    """A method of proposing tokens.
+class Choice:
+    """A method, acceptance rule or length policy.
 
     what: a short description for the recipe reference.
+    keys: the section of the recipe's keys that only this choice, and choices with the same section,
+        read. Plugins may read all keys.
+    code: a plugin's `methods.Method`, its `acceptance.Rule`, or a function that makes its policy
+        from the recipe's `speculation`; None for a built-in choice.
+    """
+
+    what: str = ""
+    keys: type[Section] = field(default=Section, kw_only=True)
+    code: Any = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class MethodChoice(Choice):
+    """A method of proposing tokens.
+
     weights_from: where the method's weights are: `draft`, in the draft that the recipe names;
         `target`, in the target's own files; `none`, it has no weights.
     to_vllm: makes vLLM's config; None if vLLM has no such method.
     to_sglang: makes SGLang's settings; None if SGLang has no such method.
     form: how to recognise the method's drafts by their config; None if they are ordinary
         transformers models.
-    code: a plugin's `methods.Method`; None for a built-in method.
     """
 
-    what: str = ""
     weights_from: WeightsFrom = "none"
     to_vllm: VllmMaker | None = None
     to_sglang: SglangValues | None = None
     form: DraftForm | None = None
-    code: Any = None
 
 
 def sglang_flags(
@@ -110,31 +123,14 @@ def fp8_flags(weights: object, cache: object) -> list[tuple[str, str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class RuleChoice:
+class RuleChoice(Choice):
     """An acceptance rule.
 
-    what: a short description for the recipe reference.
     is_given: whether acceptance rates come from the recipe, as in synthetic acceptance, and not
         from the target's probabilities.
     check: raises `PydanticCustomError` if this rule's keys in the recipe contradict each other or
         k; None if they cannot.
-    code: a plugin's `acceptance.Rule`; None for a built-in rule.
     """
 
-    what: str = ""
     is_given: bool = False
     check: Callable[[Any, int], None] | None = None
-    code: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyChoice:
-    """A length policy.
-
-    what: a short description for the recipe reference.
-    code: a function that makes a plugin's policy from the recipe's `speculation`; None for a
-        built-in policy.
-    """
-
-    what: str = ""
-    code: Any = None

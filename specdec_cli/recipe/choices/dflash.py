@@ -49,6 +49,7 @@ def _dspark_to_sglang(k: int) -> dict[str, str | int]:
 
 DFLASH = MethodChoice(
     "drafts a whole block in one pass",
+    keys=BlockKeys,
     weights_from="draft",
     to_vllm=_to_vllm("dflash"),
     to_sglang=sglang_block("DFLASH"),
@@ -60,6 +61,7 @@ DFLASH = MethodChoice(
 )
 DSPARK = MethodChoice(
     "drafts a block, with a head that reads the previously drawn token",
+    keys=BlockKeys,
     weights_from="draft",
     to_vllm=_to_vllm("dspark", "vLLM runs DSpark drafters only with vanilla Markov heads."),
     to_sglang=_dspark_to_sglang,

@@ -86,6 +86,7 @@ def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
 
 EAGLE3 = MethodChoice(
     "a head that reads the target's hidden states",
+    keys=Eagle3Keys,
     weights_from="draft",
     to_vllm=_to_vllm,
     to_sglang=sglang_steps("EAGLE3"),

@@ -33,12 +33,14 @@ def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
 
 MTP = MethodChoice(
     "modules for multi-token prediction in the target's own checkpoint",
+    keys=MtpKeys,
     weights_from="target",
     to_vllm=_to_vllm,
     to_sglang=sglang_steps("NEXTN"),
 )
 MTP_MODULE = MethodChoice(
     "an MTP module in its own folder",
+    keys=MtpKeys,
     weights_from="draft",
     to_vllm=_to_vllm,
     form=DraftForm("an MTP module", (speculator("mtp"),), (speculator("mtp", others=True),)),

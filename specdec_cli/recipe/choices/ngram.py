@@ -44,5 +44,8 @@ def _to_sglang(k: int) -> dict[str, str | int]:
 
 
 NGRAM = MethodChoice(
-    "proposes what followed the same n-gram", to_vllm=_to_vllm, to_sglang=_to_sglang
+    "proposes what followed the same n-gram",
+    keys=NgramKeys,
+    to_vllm=_to_vllm,
+    to_sglang=_to_sglang,
 )

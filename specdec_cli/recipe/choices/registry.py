@@ -9,9 +9,9 @@ imports such as torch.
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from specdec_cli.recipe.choices.adaptive import AdaptiveKeys
-from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice, WeightsFrom
-from specdec_cli.recipe.choices.confidence import ConfidenceKeys
+from specdec_cli.recipe.choices.adaptive import ADAPTIVE, AdaptiveKeys
+from specdec_cli.recipe.choices.base import Choice, MethodChoice, RuleChoice, WeightsFrom
+from specdec_cli.recipe.choices.confidence import CONFIDENCE, HEAD, ConfidenceKeys
 from specdec_cli.recipe.choices.dflash import DFLASH, DSPARK, BlockKeys
 from specdec_cli.recipe.choices.draft_model import DRAFT_MODEL
 from specdec_cli.recipe.choices.eagle3 import EAGLE3, Eagle3Keys
@@ -21,11 +21,10 @@ from specdec_cli.recipe.choices.ngram import NGRAM, NgramKeys
 from specdec_cli.recipe.choices.pard import PARD
 from specdec_cli.recipe.choices.peagle import PEAGLE
 from specdec_cli.recipe.choices.synthetic import SYNTHETIC, SyntheticKeys
-from specdec_cli.recipe.choices.typical import TypicalKeys
+from specdec_cli.recipe.choices.typical import TYPICAL, TypicalKeys
 from specdec_cli.recipe.choices.unbuilt import UNBUILT
-from specdec_cli.recipe.fields import Section
 
-Choice = TypeVar("Choice", MethodChoice, PolicyChoice, RuleChoice)
+Chosen = TypeVar("Chosen", bound=Choice)
 
 NONE = "none"  # the method that decodes without speculation
 
@@ -44,16 +43,20 @@ METHODS: dict[str, MethodChoice] = {
 RULES: dict[str, RuleChoice] = {
     "rejection": RuleChoice("lossless"),
     "block": RuleChoice("lossless, accepts or rejects proposals jointly"),
-    "typical": RuleChoice("lossy, accepts likely proposals"),
+    "typical": TYPICAL,
     "synthetic": SYNTHETIC,
 }
-POLICIES: dict[str, PolicyChoice] = {
-    "fixed": PolicyChoice("k tokens every round"),
-    "confidence": PolicyChoice("drafting stops after an unlikely token"),
-    "head": PolicyChoice(
-        "drafting stops before a token to which the draft's confidence head gives a low score"
-    ),
-    "adaptive": PolicyChoice("chooses k by its measured gain"),
+POLICIES: dict[str, Choice] = {
+    "fixed": Choice("k tokens every round"),
+    "confidence": CONFIDENCE,
+    "head": HEAD,
+    "adaptive": ADAPTIVE,
+}
+# The choices by the key of `speculation` that names one of them.
+CHOICES: Mapping[str, Mapping[str, Choice]] = {
+    "method": METHODS,
+    "acceptance": RULES,
+    "length.policy": POLICIES,
 }
 
 
@@ -65,29 +68,16 @@ class PolicyKeys(AdaptiveKeys, ConfidenceKeys):
     """Keys of `speculation.length` that belong to one length policy."""
 
 
-# Rows: a key that chooses, a section whose keys only some of its choices read, and these choices.
-_READERS: tuple[tuple[str, type[Section], tuple[str, ...]], ...] = (
-    ("method", NgramKeys, ("ngram",)),
-    ("method", Eagle3Keys, ("eagle3", "peagle")),
-    ("method", MtpKeys, ("mtp", "mtp_module")),
-    ("method", BlockKeys, ("dflash", "dspark")),
-    ("acceptance", SyntheticKeys, ("synthetic",)),
-    ("acceptance", TypicalKeys, ("typical",)),
-    ("length.policy", AdaptiveKeys, ("adaptive",)),
-    ("length.policy", ConfidenceKeys, ("confidence", "head")),
-)
-
-
-def readers_of(key: str) -> tuple[str, tuple[str, ...]] | None:
-    """Return the key of `speculation` whose value decides whether `key` is read, and the values
-    with which it is read; None if it is always read. Plugins may read all keys."""
-    for chooser, section, names in _READERS:
-        if key.rpartition(".")[2] in section.model_fields:
-            return chooser, names
+def chooser_of(key: str) -> str | None:
+    """Return the key of `speculation` whose value decides whether `key` is read; None if it is
+    always read."""
+    for chooser, choices in CHOICES.items():
+        if any(key in choice.keys.model_fields for choice in choices.values()):
+            return chooser
     return None
 
 
-def add(choices: dict[str, Choice], name: str, choice: Choice) -> None:
+def add(choices: dict[str, Chosen], name: str, choice: Chosen) -> None:
     """Register `choice`, so that recipes can name it. Raises ValueError if the name is taken."""
     if name in choices:
         raise ValueError(f"{name!r} is registered already")

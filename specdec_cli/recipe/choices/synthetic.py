@@ -91,5 +91,8 @@ def marginal_rates(keys: SyntheticKeys, own_k: int, k: int) -> tuple[float, ...]
 
 
 SYNTHETIC = RuleChoice(
-    "lossy; accepts proposals at the rates that you give", is_given=True, check=_check
+    "lossy; accepts proposals at the rates that you give",
+    keys=SyntheticKeys,
+    is_given=True,
+    check=_check,
 )

@@ -1,5 +1,6 @@
-"""The recipe's keys for typical acceptance."""
+"""Typical acceptance and its keys in a recipe."""
 
+from specdec_cli.recipe.choices.base import RuleChoice
 from specdec_cli.recipe.fields import Probability, Section, entry
 
 
@@ -12,3 +13,6 @@ class TypicalKeys(Section):
     typical_alpha: Probability = entry(
         0.3, "typical: proposals above this multiple of exp(-entropy) are accepted"
     )
+
+
+TYPICAL = RuleChoice("lossy, accepts likely proposals", keys=TypicalKeys)

@@ -1,0 +1,130 @@
+"""Warns the user about settings that have no effect beside the recipe's choices."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any
+
+import typer
+
+import specdec_cli
+from specdec_cli.commands.options import OPTION_KEYS, Asked, parse_sets
+
+_ENGINE = "engine.kind"
+_OF_REQUESTS = ("served_model", "start_timeout_s", "request_timeout_s", "retries")
+_READ_OF_RUNNING = [_ENGINE, *(f"engine.{name}" for name in _OF_REQUESTS)]  # with --server
+
+Unused = tuple[Sequence[str], str]  # settings, and where or why they have no effect
+
+
+def warn_of_unused(
+    asked: Asked,
+    recipes: "Sequence[specdec_cli.recipe.Recipe]",
+    *,
+    has_draft: bool,
+    draft_tp: object = None,
+    asks: bool = False,
+    starts: bool = False,
+) -> None:
+    """Warn the user about options and keys that have no effect beside the recipe's choices.
+
+    recipes: the resolved recipes, one for each draft.
+    has_draft: whether --draft is given.
+    draft_tp: the value of --draft-tp, if the command has its own option.
+    asks: whether a server decodes that is running already.
+    starts: whether the command starts the servers that decode. If so, it passes them the settings
+        of the recipe's target, so --target-tp and --dtype do have an effect.
+    """
+    _warn(asked, _of_method(asked, recipes, has_draft, draft_tp))
+    _warn(asked, _of_choices(asked, recipes))
+    _warn(asked, _of_engine(asked, recipes[0], asks, starts))
+
+
+def warn_of_rows(asked: Asked) -> None:
+    """Warn the user about keys of --set that choose rows of a file. Call this if the prompts are
+    from --prompt or standard input."""
+    from specdec_cli.recipe.sections import ABOUT_ROWS
+
+    sets = parse_sets(asked.sets or ())
+    if isinstance(whole := sets.pop("data", None), dict):
+        sets = {f"data.{key}": value for key, value in whole.items()} | sets
+    about_rows = {f"data.{key}" for key in (*ABOUT_ROWS, "path")}
+    found = [key for key, value in sets.items() if value is not None and key in about_rows]
+    _warn(asked, [(found, " on prompts of --prompt or a pipe")])
+
+
+def _warn(asked: Asked, unused: Iterable[Unused]) -> None:
+    for names, why in unused:
+        if names and asked.is_heard:
+            have = "has" if len(names) == 1 else "have"
+            typer.echo(f"warning: {', '.join(names)} {have} no effect{why}", err=True)
+
+
+def _of_method(
+    asked: Asked,
+    recipes: "Sequence[specdec_cli.recipe.Recipe]",
+    has_draft: bool,
+    draft_tp: object,
+) -> Iterator[Unused]:
+    """Yield the options about drafts that the recipe's method does not read."""
+    from specdec_cli.recipe.choices.registry import NONE, weights_from
+
+    resolved = recipes[0]
+    method, k = resolved.speculation.method, asked.given.get("num_speculative_tokens")
+    is_method = f": speculation.method is {method}"
+    if has_draft and resolved.draft is not None and weights_from(method) != "draft":
+        yield ["--draft"], is_method
+    elif k and method == NONE:
+        yield [f"-k {k}"], is_method if resolved.draft else ": the recipe has no draft"
+    name, key = OPTION_KEYS["draft_tp"]
+    degree = asked.given.get("draft_tp", draft_tp)
+    if degree is None:
+        name, degree = key, parse_sets(asked.sets or ()).get(key)
+    used = {"target": resolved.target.tensor_parallel_size, "draft": degree}
+    all_used = [used.get(weights_from(one.speculation.method)) for one in recipes]
+    if degree is not None and degree not in all_used:
+        yield [name], is_method
+
+
+def _of_choices(asked: Asked, recipes: "Sequence[specdec_cli.recipe.Recipe]") -> Iterator[Unused]:
+    """Yield the keys of `sampling` and `speculation` that none of the recipes reads, although the
+    user sets them, by option, by --set or in the recipe's file."""
+    from specdec_cli.recipe.choices.registry import CHOICES, chooser_of
+
+    keys = [key for key, value in parse_sets(asked.sets or ()).items() if value is not None]
+    for one in recipes:
+        keys += _not_default("speculation", one.speculation)
+        keys += _not_default("speculation.length", one.speculation.length)
+    for key in dict.fromkeys(keys):
+        own = key.rpartition(".")[2]
+        chooser = chooser_of(own) if key.startswith("speculation.") else None
+        if chooser is None:
+            continue
+        chosen = dict.fromkeys(attrgetter(chooser)(one.speculation) for one in recipes)
+        choices = [CHOICES[chooser][name] for name in chosen]
+        if not any(choice.code or own in choice.keys.model_fields for choice in choices):
+            yield [key], f": speculation.{chooser} is {' or '.join(chosen)}"
+    sampling = recipes[0].sampling
+    if sampling.temperature == 0 and sampling.source == "recipe":
+        for key in _not_default("sampling", sampling):
+            if key in ("sampling.top_k", "sampling.top_p"):
+                yield [key], ": sampling.temperature is 0"
+
+
+def _of_engine(
+    asked: Asked, recipe: "specdec_cli.recipe.Recipe", asks: bool, starts: bool
+) -> Iterator[Unused]:
+    """Yield the options that have no effect on servers, if they decode, and the keys of `engine`
+    that are not read. asks, starts: see `warn_of_unused`."""
+    unsent = ["draft_tp", "device", "num_blocks", "block_size"] if asks or starts else []
+    unsent += ["target_tp", "dtype"] if asks else []
+    options = [OPTION_KEYS[name][0] for name in unsent if asked.given.get(name) is not None]
+    yield options, " on a server"
+    unread = [] if starts else _not_default("engine", recipe.engine)
+    keys = [key for key in unread if key not in (_READ_OF_RUNNING if asks else [_ENGINE])]
+    yield keys, " on a server that is running" if asks else " without a server"
+
+
+def _not_default(prefix: str, section: Any) -> list[str]:
+    """Return the keys of a recipe's section whose values are not the defaults."""
+    fields = type(section).model_fields.items()
+    return [f"{prefix}.{name}" for name, info in fields if getattr(section, name) != info.default]
