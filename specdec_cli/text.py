@@ -1,12 +1,10 @@
-"""Makes untrusted text safe for terminals, and shortens messages and values.
-
-The callers print the results.
-"""
+"""Makes untrusted text safe for terminals, and shortens messages and values."""
 
 import codecs
 import json
 import re
-from typing import Any
+import sys
+from typing import Any, TextIO
 
 # Control bytes (escape sequences start with one), line separators, direction overrides that reorder
 # the text, the invisible byte order mark, and lone surrogates, which no stream can encode. Tab and
@@ -21,6 +19,11 @@ _MAX_LINES = 5
 def inert(text: str) -> str:
     """Replace every harmful character of a text by its escape, such as `\\x1b`."""
     return _HARMFUL.sub(lambda match: _escape(match[0]), text)
+
+
+def say(line: str, stream: TextIO | None = None) -> None:
+    """Print a line with harmful characters escaped, on stderr unless a stream is given."""
+    print(inert(line), file=stream or sys.stderr, flush=True)
 
 
 def inert_json(document: str) -> str:

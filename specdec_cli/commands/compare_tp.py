@@ -19,6 +19,7 @@ from specdec_cli.commands.status import conclude, set_up_logging, strictly, wait
 from specdec_cli.commands.unused import warn_of_unused
 from specdec_cli.errors import LOGGED, UsageError
 from specdec_cli.launch.world import Place, join
+from specdec_cli.text import say
 
 RANKS_COMMAND = "compare-tp-ranks"
 
@@ -167,7 +168,6 @@ def compare_tp_ranks(
             from specdec_cli.experiment.compare.worker import PairTask, measure
             from specdec_cli.experiment.folders.records import Point
             from specdec_cli.terminal.progress import can_redraw
-            from specdec_cli.terminal.render import say
             from specdec_cli.terminal.sweep import point_line
 
         def tell(point: Point) -> None:

@@ -56,8 +56,9 @@ from specdec_cli.prompts import jsonl_of, next_turn
 from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import Recipe
 from specdec_cli.stages import FIRST_TOKEN, begin_stage
-from specdec_cli.terminal.render import has_colour, print_summary, say
+from specdec_cli.terminal.render import has_colour, print_summary
 from specdec_cli.terminal.sinks import collector, shows_live_text, sinks_for
+from specdec_cli.text import say
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +193,7 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
             if one.error is not None:
                 say(f"prompt {one.index} failed: {one.error}")
         if check is not None and check.passed and not asked.quiet and world.is_first:
-            typer.echo(check_line(check), err=True)
+            say(check_line(check))
     if not asked.quiet:
         _summarise(world, ready, outputs, metrics, as_json=asked.as_json)
     # Torch's import may keep a reference to this stack frame, so the engine may not be freed when

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-import typer
-
 import specdec_cli
 from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, Prompts, option, shared
@@ -21,7 +19,7 @@ from specdec_cli.commands.status import show, waiting, warn
 from specdec_cli.commands.unused import warn_of_unused
 from specdec_cli.errors import SetupError, SpecdecError, UsageError
 from specdec_cli.launch.world import World
-from specdec_cli.text import inert, parse_bytes
+from specdec_cli.text import parse_bytes, say
 
 T = TypeVar("T", int, float)
 
@@ -272,7 +270,7 @@ def _show(document: dict[str, object], resolved: "specdec_cli.recipe.Recipe", as
             warn(["no memory.png without the package matplotlib"])
     show(document, print_profile, as_json=asked.as_json)
     if output is not None and not quiet and not asked.as_json:
-        typer.echo(inert(f"written to {output}"), err=True)
+        say(f"written to {output}")
 
 
 def _prompts(

@@ -14,8 +14,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked
 from specdec_cli.commands.unused import warn_of_rows
@@ -36,7 +34,7 @@ from specdec_cli.prompts.choose import STRATIFIED, sampled
 from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import PROMPTS, DataSection, Recipe, load_recipe
 from specdec_cli.recipe.sections import ABOUT_ROWS
-from specdec_cli.text import is_unicode
+from specdec_cli.text import is_unicode, say
 
 _SAMPLES = ("random", "stratified")
 _OF_CHAT = ("template", "chat_template")  # options that have no effect without a chat template
@@ -154,7 +152,7 @@ def _loose(
         told = (
             "warning: the pipe is empty, so the recipe's prompts run (silence this with </dev/null)"
         )
-        typer.echo(told, err=True)
+        say(told)
     return found if is_given or found else None
 
 

@@ -15,7 +15,7 @@ import specdec_cli.experiment.folders
 from specdec_cli.commands.options import Asked, use_threads
 from specdec_cli.errors import ExitCode, RunError, UsageError
 from specdec_cli.launch.spinning import chosen_threads
-from specdec_cli.text import counted, inert
+from specdec_cli.text import counted, say
 
 
 def resumed(
@@ -151,5 +151,5 @@ def say_kept(what: str, asked: Asked, command: str, **own: object) -> None:
         for one in value if isinstance(value, list) else [value]:
             if one is not None and one is not False:
                 words += [f"--{name.replace('_', '-')}", *([] if one is True else [str(one)])]
-    typer.echo(f"{asked.output} keeps {what}", err=True)
-    typer.echo(inert(f"resume with: specdec {shlex.join(words)}"), err=True)
+    say(f"{asked.output} keeps {what}")
+    say(f"resume with: specdec {shlex.join(words)}")

@@ -9,8 +9,6 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-import typer
-
 from specdec_cli.backends.server.backend import ServerBackend
 from specdec_cli.backends.server.detect import address
 from specdec_cli.backends.server.dialects import ServerFacts
@@ -20,7 +18,7 @@ from specdec_cli.experiment.folders.record_lines import checked, to_json
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.settings_file import read_json
 from specdec_cli.recipe import Recipe
-from specdec_cli.text import inert
+from specdec_cli.text import say
 
 _FILE = "servers.json"  # in a run folder
 
@@ -84,7 +82,7 @@ def _as_before(servers: Named, folder: Path) -> Named:
         for url in [*kept.urls, *([] if kept.plain_url is None else [kept.plain_url])]:
             address(url, str(folder / _FILE))  # the file may have been edited
         if not servers.urls:  # show where prompts and the API key will be sent
-            typer.echo(inert(f"servers from {folder}: {', '.join(kept.urls)}"), err=True)
+            say(f"servers from {folder}: {', '.join(kept.urls)}")
         urls, ks = servers.urls or kept.urls, kept.ks if servers.ks is None else servers.ks
         of_plain = kept if servers.plain_url is None and servers.baseline is None else servers
         plain_url, baseline = of_plain.plain_url, of_plain.baseline

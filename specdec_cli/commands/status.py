@@ -16,13 +16,13 @@ import typer
 
 from specdec_cli.errors import LOG, LOGGED, ExitCode, Notice, SetupError
 from specdec_cli.stages import begin_stage
-from specdec_cli.text import inert, shortened
+from specdec_cli.text import inert, say, shortened
 
 
 def warn(warnings: Iterable[str | Notice]) -> None:
     for warning in warnings:
         told = warning.message if isinstance(warning, Notice) else warning
-        typer.echo(inert(f"warning: {shortened(told)}"), err=True)
+        say(f"warning: {shortened(told)}")
 
 
 def show(
@@ -37,8 +37,8 @@ def show(
     else:
         print_results(document)
     if "error" in document:
-        typer.echo(inert(f"error: {shortened(document['error']['message'])}"), err=True)
-        typer.echo(inert(f"hint: {document['error']['hint']}"), err=True)
+        say(f"error: {shortened(document['error']['message'])}")
+        say(f"hint: {document['error']['hint']}")
 
 
 def conclude(

@@ -37,6 +37,7 @@ from specdec_cli.commands.unused import warn_of_unused
 from specdec_cli.demo import PREFIX
 from specdec_cli.errors import LOGGED, ExitCode, SpecdecError, UsageError
 from specdec_cli.launch.world import World
+from specdec_cli.text import say
 
 _KS = "Proposal lengths, such as 0-8 (the default) or 1,2,4; 0 is added. Servers default to all."
 Ks = Annotated[
@@ -292,7 +293,7 @@ def sweep_k(
         if minutes is not None and asked.is_heard:
             # Estimate the time again, because the new plan has other prompts.
             fit = replace(fit, seconds=sweep_seconds(plan))
-            typer.echo(f"chosen for {minutes:g} min: {fit.text}", err=True)
+            say(f"chosen for {minutes:g} min: {fit.text}")
         code = _sweep(
             *(world, plan, asked, named, starter),
             resume=resume,
@@ -326,7 +327,7 @@ def _part(shard: str | None, kept: Mapping[str, Any], asked: Asked) -> tuple[int
         return part
     if part is not None and not asked.quiet:
         told = f"shard {part[0]}/{part[1]}, from the Slurm array's task"
-        typer.echo(f"{told}; --shard 0/1 takes all prompts", err=True)
+        say(f"{told}; --shard 0/1 takes all prompts")
     if part is None and is_lone_task(os.environ):
         told = "this is the only task of its Slurm array, so it takes all prompts"
         warn([f"{told}: pass --shard I/N for one shard"])

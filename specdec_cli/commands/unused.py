@@ -4,10 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
-import typer
-
 import specdec_cli
 from specdec_cli.commands.options import OPTION_KEYS, Asked, parse_sets
+from specdec_cli.text import say
 
 _ENGINE = "engine.kind"
 _OF_REQUESTS = ("served_model", "start_timeout_s", "request_timeout_s", "retries")
@@ -56,7 +55,7 @@ def _warn(asked: Asked, unused: Iterable[Unused]) -> None:
     for names, why in unused:
         if names and asked.is_heard:
             have = "has" if len(names) == 1 else "have"
-            typer.echo(f"warning: {', '.join(names)} {have} no effect{why}", err=True)
+            say(f"warning: {', '.join(names)} {have} no effect{why}")
 
 
 def _of_method(

@@ -1,5 +1,6 @@
 """Shows the results of a comparison on the terminal."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from specdec_cli.report import cells as cell
 from specdec_cli.report.cells import Cell
 from specdec_cli.terminal import render
 from specdec_cli.terminal.sweep import point_line
+from specdec_cli.text import say
 
 _DRAFT_TP = replace(cell.DRAFT_TP, of=lambda p: p.draft_tp if p.k else "none")
 _SPEED = replace(cell.SPEED, of=lambda p: cell.SPEED.of(p) if p.metrics else p.status)
@@ -31,11 +33,11 @@ def print_results(document: Mapping[str, Any]) -> None:
         out.print()
     if lines := _without_results(points):
         for line in lines:
-            render.say(line, out)
+            say(line, sys.stdout)
         out.print()
     for told in (*summary_lines(dict(document)), tokens_line(document["tokens"])):
         if told is not None:
-            render.say(told, out)
+            say(told, sys.stdout)
 
 
 def results_tables(points: Sequence[Point], width: int) -> list[Table]:

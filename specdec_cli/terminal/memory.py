@@ -12,8 +12,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from specdec_cli.terminal.render import console, has_colour, plain_table, say, table_width
-from specdec_cli.text import counted, inert
+from specdec_cli.terminal.render import console, has_colour, plain_table, table_width
+from specdec_cli.text import counted, inert, say
 
 Document = Mapping[str, Any]
 
@@ -79,7 +79,7 @@ def print_profile(document: Document) -> None:
     out.print(legend)
     out.print()
     for line in answers(document):
-        say(line, out)
+        say(line, sys.stdout)
     if document.get("points"):
         out.print()
         points = _points(document["points"])
@@ -87,7 +87,7 @@ def print_profile(document: Document) -> None:
         out.print(points)
         skipped = [p["reason"] for p in document["points"] if p["status"] == "skipped"]
         for reason in dict.fromkeys(skipped):
-            say(f"skipped: {reason}", out)
+            say(f"skipped: {reason}", sys.stdout)
 
 
 def answers(document: Document) -> list[str]:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from specdec_cli.text import inert
+from specdec_cli.text import say
 
 _SILENCE_S = 30.0  # seconds of silence after which a line is printed
 _LOOK_S = 1.0
@@ -38,7 +38,7 @@ class Ticker:
     def say(self, line: str) -> None:
         """Print a line, and count the silence from now on."""
         self._last = time.monotonic()
-        print(inert(line), file=sys.stderr, flush=True)
+        say(line)
 
     def close(self) -> None:
         """Stop printing."""

@@ -20,7 +20,7 @@ from rich.text import Text
 from specdec_cli.core.figures import TTFT_PARTS, Metrics, stages_in
 from specdec_cli.experiment.statistics.stats import among_rounds
 from specdec_cli.terminal.progress import can_redraw
-from specdec_cli.text import counted, inert
+from specdec_cli.text import counted
 
 _WORD = 20  # terminal columns: enough for most words, so a wrapped column needs no more
 _WIDE = 1000  # terminal columns: output to a file is this wide, so that no row is folded
@@ -80,11 +80,6 @@ def plain_table(*headings: str, no_wrap: bool = False, show_header: bool = True)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=no_wrap)
     return table
-
-
-def say(line: str, out: Console | None = None) -> None:
-    """Print a line with control characters escaped, on stderr unless `out` is given."""
-    (out or console(sys.stderr)).print(Text(inert(line)))
 
 
 def least_width(columns: Mapping[str, Sequence[str]], wrapped: Collection[str]) -> int:

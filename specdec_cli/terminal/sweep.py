@@ -4,6 +4,7 @@ The results themselves are computed in `experiment.points`.
 """
 
 import math
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +13,6 @@ from typing import Any
 
 from rich.console import Group
 from rich.table import Table
-from rich.text import Text
 
 from specdec_cli.core.figures import stages_in
 from specdec_cli.experiment.folders.conclusions import (
@@ -40,7 +40,7 @@ from specdec_cli.report import cells as cell
 from specdec_cli.report.cells import Cell, Value
 from specdec_cli.terminal import render
 from specdec_cli.terminal.progress import Ticker, can_redraw
-from specdec_cli.text import inert, one_line
+from specdec_cli.text import inert, one_line, say
 
 _MARK = ""
 # The columns to show if the terminal is too narrow for all.
@@ -129,7 +129,7 @@ class SweepTable(_Progress):
         self._progress.advance(self._task)
 
     def told(self, line: str) -> None:
-        self._live.console.print(Text(inert(line)), soft_wrap=True)
+        say(line)
 
     def close(self) -> None:
         self._live.stop()
@@ -243,7 +243,7 @@ def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> N
     out.print(table, soft_wrap=False)
     if needed:
         where = f"use a terminal of {needed} columns, --json or report.html (-o DIR)"
-        render.say(f"to see all figures, {where}", out)
+        say(f"to see all figures, {where}", sys.stdout)
     tables = [load_table(document["points"], out.width), _category_table(document, out.width)]
     with_draft = has_several_drafts(document["points"])
     pairs = comparison_tables(document["comparisons"], out.width) if with_draft else []
@@ -252,27 +252,27 @@ def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> N
         out.print(further, soft_wrap=False)
     if with_draft and not pairs and document["best_by_batch_size"]:
         out.print()
-        render.say(f"no arms to compare: {document['best'].reason}", out)
+        say(f"no arms to compare: {document['best'].reason}", sys.stdout)
     if with_pairs and len(pairs) > 1:
-        render.say(_MANY, out)
+        say(_MANY, sys.stdout)
     out.print()
     by_rate: Mapping[str, Best] = document.get("best_by_request_rate", {})
     for rate, best in by_rate.items():
         name = rate_in_words("inf" if rate == "inf" else float(rate))
-        render.say(f"{name}: {_judged(best)}", out)
+        say(f"{name}: {_judged(best)}", sys.stdout)
     if (at := document.get("crossover")) is not None and (told := _crossover_line(at)):
-        render.say(told, out)
+        say(told, sys.stdout)
     for batch_size, best in document["best_by_batch_size"].items():
         where = f"batch size {batch_size}: " if len(document["best_by_batch_size"]) > 1 else ""
         tied = _tied(best, with_draft=with_draft)
-        render.say(f"{where}{_judged(best)}{tied}", out)
+        say(f"{where}{_judged(best)}{tied}", sys.stdout)
         line = _first_token_line(document["points"], int(batch_size), best, with_draft=with_draft)
         if line is not None:
-            render.say(f"{where}{line}", out)
+            say(f"{where}{line}", sys.stdout)
     if (about_tokens := tokens_line(document["tokens"])) is not None:
-        render.say(about_tokens, out)
+        say(about_tokens, sys.stdout)
     if (check := document.get("lossless_check")) is not None:
-        render.say(check_line(check), out)
+        say(check_line(check), sys.stdout)
 
 
 def _crossover_line(at: Crossover) -> str:
