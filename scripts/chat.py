@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 
 from rich.text import Text
 
-from specdec_cli.app import discard_stdout
+from specdec_cli.app import run_script
 from specdec_cli.commands.status import waiting
-from specdec_cli.errors import ExitCode, SpecdecError, UsageError
+from specdec_cli.errors import UsageError
 from specdec_cli.launch.spinning import choose_spins
-from specdec_cli.signals import signals
 from specdec_cli.text import inert
 
 RECIPE = "smollm2-offline"
@@ -132,25 +131,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=" ".join((__doc__ or "").split("\n\n")[0].split()))
     parser.add_argument("question", nargs="*", help="words of the question; default: a short text")
     question = " ".join(parser.parse_args().question).strip()
-    try:
-        with signals(is_last=False):
-            chat(RECIPE, ARM_ELSEWHERE if question else ARM, question or QUESTION)
-            sys.stdout.flush()
-    except SpecdecError as error:
-        hint = f"\nhint: {error.hint}" if error.hint else ""
-        print(inert(f"error: {error.message}") + inert(hint), file=sys.stderr)
-        return error.code
-    except BrokenPipeError:
-        discard_stdout()
-        return ExitCode.SIGPIPE
-    except OSError as error:
-        where = error.filename or "cannot write the answer"
-        print(f"error: {where}: {error.strerror}", file=sys.stderr)
-        discard_stdout()
-        return ExitCode.ENVIRONMENT
-    except KeyboardInterrupt:
-        return ExitCode.SIGINT
-    return ExitCode.OK
+    return run_script(
+        lambda: chat(RECIPE, ARM_ELSEWHERE if question else ARM, question or QUESTION)
+    )
 
 
 if __name__ == "__main__":

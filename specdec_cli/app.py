@@ -15,7 +15,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -122,7 +122,7 @@ def _main(argv: Sequence[str] | None) -> int:
         with _streams(JSON_ESCAPES if as_json else "backslashreplace"), holding:
             place = _place(program, verbose, outcome)
             if not outcome.failed:
-                _run(arguments, place, outcome)
+                _run(lambda: _command(arguments, place), outcome)
                 _blame_signal(asked, outcome)
         if place.rank is not None and outcome.failed:
             _end_rank(place.rank, outcome, asked)
@@ -214,11 +214,27 @@ class _Outcome:
         return {"code": self.code, "message": message, "hint": self.hint}
 
 
-def _run(arguments: list[str], place: Place, outcome: _Outcome) -> None:
+def run_script(run: Callable[[], object]) -> int:
+    """Run a function, report an error of it as a command does, and return the exit code."""
+    outcome = _Outcome()
+    with signals(is_last=False) as asked:
+        _run(run, outcome)
+        _blame_signal(asked, outcome)
+    _report(outcome, verbose=False)
+    _deliver("", outcome)
+    return outcome.code
+
+
+def _command(arguments: list[str], place: Place) -> object:
+    command = typer.main.get_command(app)
+    return command.main(args=arguments, prog_name="specdec", standalone_mode=False, obj=place)
+
+
+def _run(run: Callable[[], object], outcome: _Outcome) -> None:
+    """Run a function, which may return an exit code, and record how it ended."""
     try:
         os.getcwd()  # fails if the directory is gone; the import of torch would end the process
-        command = typer.main.get_command(app)
-        code = command.main(args=arguments, prog_name="specdec", standalone_mode=False, obj=place)
+        code = run()
         outcome.code = code if isinstance(code, int) else int(ExitCode.OK)
         if code == ExitCode.SIGINT:  # typer's exit code for KeyboardInterrupt
             outcome.fail(ExitCode.SIGINT, "interrupted")
@@ -354,7 +370,7 @@ def _deliver(document: str, outcome: _Outcome) -> None:
         sys.stdout.write(document)
         sys.stdout.flush()
     except (OSError, KeyboardInterrupt, SystemExit) as error:
-        discard_stdout()
+        _discard_stdout()
         if outcome.failed:  # the earlier error is reported instead
             return
         if isinstance(error, BrokenPipeError):
@@ -367,7 +383,7 @@ def _deliver(document: str, outcome: _Outcome) -> None:
         _report(outcome, verbose=False)
 
 
-def discard_stdout() -> None:
+def _discard_stdout() -> None:
     """Redirect stdout to /dev/null. Otherwise the interpreter's flush at exit would fail again."""
     with contextlib.suppress(OSError, ValueError):
         devnull = os.open(os.devnull, os.O_WRONLY)

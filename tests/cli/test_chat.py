@@ -113,7 +113,7 @@ def test_the_words_are_the_question(
 def test_a_full_disk_a_closed_pipe_and_sigterm_end_with_the_codes_of_commands() -> None:
     with open("/dev/full", "w") as disk:
         full = answered("Hi", stdout=disk)
-        assert full.communicate()[1] == "error: cannot write the answer: No space left on device\n"
+        assert full.communicate()[1] == "error: cannot write the result: No space left on device\n"
     assert full.returncode == 5
     closed = answered("word " * 20_000)
     assert closed.stdout is not None
@@ -123,7 +123,7 @@ def test_a_full_disk_a_closed_pipe_and_sigterm_end_with_the_codes_of_commands() 
     slow = answered("Hi", ended="(sys.stdout.flush(), time.sleep(60))")
     assert slow.stdout is not None and slow.stdout.readline() == "Hi\n"
     slow.terminate()
-    assert slow.wait() == 143 and slow.communicate()[1] == ""
+    assert slow.wait() == 143 and slow.communicate()[1] == "error: terminated\n"
 
 
 def make_chat(folder: Path, *variables: str, code: int = 0) -> tuple[int, str, list[str]]:
