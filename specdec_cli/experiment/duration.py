@@ -111,22 +111,23 @@ class DurationEstimate:
 
     degrees: the tensor-parallel degrees of the target and of the draft, if the job's plan describes
         whole models. (1, 1) if the plan already describes the shards of one rank.
+    shapes: the shapes that were computed so far, by a model's id and the parts of a pass. Several
+        estimates may share them.
     """
 
     job: Job
     speeds: Speeds
     degrees: tuple[int, int] = (1, 1)
-    _shapes: dict[tuple[str, int], _Shape] = field(default_factory=dict, init=False)
+    shapes: dict[tuple[int, int], _Shape] = field(default_factory=dict)
 
     def pass_seconds(self, model: Draft, tokens: int, parts: int = 1) -> float:
         """Estimate how many seconds a forward pass over `tokens` tokens takes. parts: as in
         `Passes`."""
-        role = model.spec.role
-        key = role, parts
-        shape = self._shapes[key] = self._shapes.get(key) or _shape_of(model, parts)
+        key = id(model), parts
+        shape = self.shapes[key] = self.shapes.get(key) or _shape_of(model, parts)
         products = 2 * shape.parameters * tokens / self.speeds.operations
         work = shape.bytes_read(tokens) / self.speeds.bytes + products
-        degree = self.degrees[0 if role == "target" else 1]
+        degree = self.degrees[0 if model.spec.role == "target" else 1]
         # On a CPU, the target's ranks divide the measured speeds among them. On GPUs, each rank has
         # the full speeds.
         shared = 1 if self._is_cuda else self.degrees[0]
@@ -231,12 +232,15 @@ def total_seconds(
     plans = [own_plan(job) for job in jobs.values()]
     speeds = speeds_of(plans[0].device, plans[0].target.dtype)
     # Starting the ranks takes a fixed time, plus the time to load each model once.
-    models = {m.spec.name: m.weight_bytes for plan in plans for m in plan.models}
+    models = {m.spec.name: m for plan in plans for m in plan.models}
     start = _START_CUDA if plans[0].device.type == "cuda" else _START_CPU
-    found = (start + sum(models.values()) / _LOAD) * len({Pair.of(key) for key in jobs})
+    loading = sum(model.weight_bytes for model in models.values()) / _LOAD
+    found = (start + loading) * len({Pair.of(key) for key in jobs})
+    shapes: dict[tuple[int, int], _Shape] = {}
     for key, job in jobs.items():
         count = len(job.prompts)
-        estimate = DurationEstimate(job, speeds, (key.target_tp or 1, key.draft_tp or 1))
+        degrees = key.target_tp or 1, key.draft_tp or 1
+        estimate = DurationEstimate(job, speeds, degrees, shapes)
         repeats = own_plan(job).recipe.run.repeats if measured is None or key in measured else 0
         found += estimate.point_seconds(key, count, most_warm_up, repeats=repeats)
         if has_curve:
