@@ -1,11 +1,5 @@
-"""Read the matrices of quantised checkpoints. Codes of the same number type are converted to the
-same layout, whichever format the checkpoint has.
-
-Only this module knows the order of codes in each format. float8, int8 and mxfp4 store codes along a
-row. GPTQ packs codes along a column into words (https://github.com/AutoGPTQ/AutoGPTQ). AWQ packs
-codes of neighbouring columns into words, in a special order
-(https://github.com/casper-hansen/AutoAWQ). compressed-tensors packs codes along a row.
-"""
+"""Find the quantised matrices of a checkpoint, and read or dequantise them. How the numbers of a
+matrix are stored is in `quantised_matrix`."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -18,9 +12,7 @@ from specdec_kernels.linear.stored import (
     INT4,
     INT8,
     KINDS,
-    LARGEST_POWER,
     Stored,
-    packed,
 )
 
 from specdec_cli.errors import SetupError
@@ -36,6 +28,7 @@ from specdec_cli.models.formats import (
     Settings,
     scheme_of,
 )
+from specdec_cli.models.quantised_matrix import DAMAGED, QuantisedMatrix, damaged, said
 from specdec_cli.models.weights import Fields, Part, Read, same
 from specdec_cli.text import one_line
 
@@ -57,8 +50,6 @@ _PARTS = {
 # caches, which `kv_scales` reads.
 _OF_ACTIVATIONS = (".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale")
 _OF_CACHES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".output_scale")
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word holds each of its eight columns
-_NO_POWER = 255  # this exponent of a scale means NaN
 
 # The names of one matrix's tensors in the file. The keys say what each tensor contains, such as
 # "codes" or "scales".
@@ -98,12 +89,12 @@ def _matrices(
         group = scheme.of(path)
         form = None if group is None else group.form
         if group is None or how != (PLAIN if form == PLAIN else _PARTS[group.form]["codes"]):
-            raise _damaged(
+            raise damaged(
                 f"{name} of {model} belongs to a quantised matrix that quantization_config does "
                 "not describe"
             )
         if scheme.leaves(path):
-            raise _damaged(
+            raise damaged(
                 f"{name} of {model} is quantised, but quantization_config.{scheme.left_key} says "
                 "that it is not"
             )
@@ -165,182 +156,14 @@ def fields_of(tensors: dict[str, Read], scheme: Scheme, model: str) -> Fields:
                 kinds[group] = own["scales"]().dtype
             is_kept = kinds[group] in (torch.float16, torch.bfloat16) and not group.one_scale
             storage = replace(storage, scales=kinds[group] if is_kept else torch.float32)
-        told = f"{matrix} of {model}"
+        held = QuantisedMatrix(own, group._replace(storage=storage), f"{matrix} of {model}")
         fields.storages[matrix] = storage
-        fields.codes[matrix] = partial(_codes, own, group, told)
+        fields.codes[matrix] = held.codes
         if "scales" in own:
-            fields.scales[matrix] = partial(_scales, own, group, storage.scales, told)
+            fields.scales[matrix] = held.scales
         if storage.has_zeros:
-            fields.zeros[matrix] = partial(_zeros, own, group, told)
+            fields.zeros[matrix] = held.zeros
     return fields
-
-
-Parts = dict[str, Read]
-
-
-def _codes(own: Parts, group: Matrices, told: str, part: Part | None = None) -> torch.Tensor:
-    found, bits = own["codes"](), 4 if group.storage.kind == INT4 else 8
-    if "zeros" in own and not group.storage.has_zeros:
-        _check_no_zeros(own, group, bits, told)
-    match group.form:
-        case "plain":
-            return same(found, part)
-        case "packed":
-            numbers = _numbers(found, bits, told)
-            _check_order(own, group, numbers.shape[1], told)
-            if "shape" in own:
-                rows, columns = _shape(own["shape"](), numbers, told)
-                numbers = numbers[:rows, :columns]
-        case "gptq":
-            numbers = _numbers(found.T, bits, told)
-            _check_order(own, group, numbers.shape[1], told)
-        case "awq":
-            numbers = _ordered(_numbers(found, bits, told)).T
-        case _:  # two neighbouring codes share one byte
-            if found.dtype != torch.uint8 or found.dim() < 2:
-                raise _damaged(f"{told} has codes that are {_said(found)}, not uint8")
-            found = found.flatten(-2) if group.form == BLOCKS else found
-            numbers = torch.stack((found & 15, found >> 4), -1).flatten(-2)
-    if numbers.shape[-1] % 2:
-        raise SetupError(f"{told} has {numbers.shape[-1]} columns, but their number must be even")
-    return same(_signed(numbers) if group.storage.kind == INT8 else packed(numbers), part)
-
-
-def _scales(
-    own: Parts, group: Matrices, dtype: torch.dtype, told: str, part: Part | None = None
-) -> torch.Tensor:
-    found = own["scales"]()
-    if group.form in (GPTQ, AWQ) and found.dim() == 2:
-        found = found.T
-    if dtype == torch.uint8 and found.dtype != dtype:
-        raise _damaged(f"{told} has scales that are {_said(found)}, not uint8")
-    if found.dtype == torch.uint8 and bool((found == _NO_POWER).any()):
-        raise _damaged(f"{told} has scales that are not numbers ({_NO_POWER} means NaN)")
-    if dtype == torch.uint8:
-        if bool((found > LARGEST_POWER).any()):
-            raise _damaged(f"{told} has scales above 2^{LARGEST_POWER - 127}")
-        return same(found, part)
-    if found.dtype == torch.uint8:  # exponents of powers of two
-        found = (found.float() - 127).exp2()
-    if not found.is_floating_point() or (dtype != torch.float32 and found.dtype != dtype):
-        raise _damaged(f"{told} has scales that are {_said(found)}, not {dtype}")
-    found = found.to(dtype)
-    if not bool(found.isfinite().all()):
-        raise _damaged(f"{told} has scales that are not numbers (NaN or infinite)")
-    if group.one_scale or found.dim() == 1:
-        *stacked, rows, _ = own["codes"]().shape or (1, 1)
-        count = 1 if group.one_scale else rows
-        if found.numel() == torch.Size(stacked).numel() * count:
-            found = found.reshape(*stacked, count, 1).expand(*stacked, rows, 1)
-    return same(_of_columns(found, own, group, told), part)
-
-
-def _zeros(own: Parts, group: Matrices, told: str, part: Part | None = None) -> torch.Tensor:
-    if "zeros" not in own:
-        raise _damaged(f"{told} lacks its zeros, but quantization_config says that it has some")
-    found, bits = own["zeros"](), 4 if group.storage.kind == INT4 else 8
-    if group.form == PLAIN:
-        if found.dtype != torch.int8:
-            raise _damaged(f"{told} has zeros that are {_said(found)}, not int8")
-        if found.numel() == 1 or found.dim() == 1:
-            found = found.reshape(-1, 1).expand(own["codes"]().shape[0], 1)
-        return same(found, part)
-    if group.form == PACKED:
-        zeros = _packed_zeros(found, own, bits, told)
-    elif group.form == AWQ:
-        zeros = _ordered(_numbers(found, bits, told)).T
-    else:
-        zeros = _numbers(found, bits, told).T
-        # GPTQ's packers store each zero point minus one, so a zero point of 0 is stored as all
-        # ones.
-        zeros = zeros + group.zeros_less_one & (1 << bits) - 1
-    zeros = _of_columns(zeros, own, group, told)
-    return same(zeros if bits == 4 else _signed(zeros), part)
-
-
-def _packed_zeros(found: torch.Tensor, own: Parts, bits: int, told: str) -> torch.Tensor:
-    """Unpack the zero points of a matrix [R, C] from int32 words along its columns. Leave out the
-    rows that only pad the last word."""
-    zeros, rows = _numbers(found.T, bits, told).T, len(own["codes"]())
-    return zeros[:rows] if 0 <= len(zeros) - rows < 32 // bits else zeros
-
-
-def _check_no_zeros(own: Parts, group: Matrices, bits: int, told: str) -> None:
-    """Raise `SetupError` if the config says that a matrix has no zero points, but the file has zero
-    points other than the middle of the codes' range."""
-    found = own["zeros"]()
-    if group.form == PLAIN:
-        has_zeros = bool(found.any())
-    else:
-        if group.form == PACKED:
-            numbers = _packed_zeros(found, own, bits, told)
-        else:
-            numbers = _numbers(found, bits, told) + group.zeros_less_one
-        has_zeros = bool((numbers != 1 << bits - 1).any())
-    if has_zeros:
-        key = {GPTQ: "sym", AWQ: "zero_point"}.get(group.form, "config_groups.weights.symmetric")
-        raise _damaged(f"{told} has zeros, but quantization_config.{key} says that it has none")
-
-
-def _numbers(words: torch.Tensor, bits: int, told: str) -> torch.Tensor:
-    """Unpack int32 words [R, W] into uint8 [R, W * 32 / bits]. The first value of a word is in its
-    lowest bits."""
-    if words.dtype != torch.int32 or words.dim() != 2:
-        raise _damaged(f"{told} holds {_said(words)}, not int32 of two dimensions")
-    rows, columns = words.shape
-    found = words.reshape(-1).view(torch.uint8).view(rows, 4 * columns)
-    return found if bits == 8 else torch.stack((found & 15, found >> 4), -1).flatten(-2)
-
-
-def _ordered(numbers: torch.Tensor) -> torch.Tensor:
-    """Put columns that were unpacked from AWQ's words into their natural order."""
-    rows, columns = numbers.shape
-    return numbers.view(rows, columns // 8, 8)[..., _AWQ_PLACES].flatten(-2)
-
-
-def _signed(numbers: torch.Tensor) -> torch.Tensor:
-    """Map numbers 0..255 to int8 by subtracting 128."""
-    return (numbers.short() - 128).to(torch.int8)
-
-
-def _shape(found: torch.Tensor, numbers: torch.Tensor, told: str) -> tuple[int, int]:
-    """Return the shape that the file states, after checking it. The unpacked `numbers` may have up
-    to 7 more columns, because packed words are padded. Raises `SetupError` for any other
-    difference."""
-    is_whole = found.shape == (2,) and found.dtype in (torch.int32, torch.int64)
-    rows, columns = found.tolist() if is_whole else (0, 0)
-    if rows != len(numbers) or not 0 <= numbers.shape[1] - columns < 8:
-        raise _damaged(
-            f"the weight_shape of {told} is {found.tolist()}, but its packed words hold a matrix "
-            f"of shape {list(numbers.shape)}"
-        )
-    return rows, columns
-
-
-def _check_order(own: Parts, group: Matrices, columns: int, told: str) -> None:
-    """Raise `SetupError` if the file's `g_idx` does not assign columns to groups from left to
-    right, but the config does not say that columns are permuted."""
-    wide = group.storage.group[1]
-    if "order" not in own or group.ordered:
-        return
-    places = torch.arange(columns) // (wide or columns)
-    if not torch.equal(own["order"]().long(), places):
-        raise _damaged(
-            f"{told} permutes its columns (g_idx), but quantization_config.desc_act says that it "
-            "does not"
-        )
-
-
-def _of_columns(found: torch.Tensor, own: Parts, group: Matrices, told: str) -> torch.Tensor:
-    """Return one scale or zero point per group, or one per column if the file permutes columns."""
-    if not group.ordered:
-        return found
-    if "order" not in own:
-        raise _damaged(f"{told} lacks the order of its columns (g_idx)")
-    order = own["order"]().long()
-    if order.dim() != 1 or int(order.min()) < 0 or int(order.max()) >= found.shape[1]:
-        raise _damaged(f"{told} has columns in groups that have no scale (g_idx)")
-    return found[:, order]
 
 
 def read_stored(name: str, fields: Fields, model: str) -> Stored:
@@ -348,13 +171,13 @@ def read_stored(name: str, fields: Fields, model: str) -> Stored:
     fit."""
     codes, told, storage = fields.codes[name](), f"{name} of {model}", fields.storages[name]
     if name not in fields.scales:
-        raise _damaged(f"{told} is quantised, but {no_scales(name, fields.codes)}")
+        raise damaged(f"{told} is quantised, but {no_scales(name, fields.codes)}")
     kind = KINDS[storage.kind].codes
     if codes.dim() < 2 or codes.dtype != kind:
         wanted = str(kind).removeprefix("torch.")
-        raise _damaged(f"{told} is {_said(codes)}, but its scales are for a matrix of {wanted}")
+        raise damaged(f"{told} is {said(codes)}, but its scales are for a matrix of {wanted}")
     if codes.dtype == torch.float8_e4m3fn and _has_nan(codes):
-        raise _damaged(f"{told} has codes that are not numbers (NaN)")
+        raise damaged(f"{told} has codes that are not numbers (NaN)")
     scales = fields.scales[name]()
     found = Stored(codes, scales, fields.zeros[name]() if storage.has_zeros else None, storage)
     high, wide = storage.group
@@ -365,10 +188,10 @@ def read_stored(name: str, fields: Fields, model: str) -> Stored:
             raise SetupError(
                 f"{told} has shape {list(found.shape)} and {noun} of shape {list(field.shape)}; "
                 f"with {groups} they should have shape {shape}",
-                _ONE_SCALE if storage.kind == FP8 and wide and scales.numel() == 1 else _DAMAGED,
+                _ONE_SCALE if storage.kind == FP8 and wide and scales.numel() == 1 else DAMAGED,
             )
     if storage.kind != FP8 and wide and found.shape[-1] % wide:
-        raise _damaged(
+        raise damaged(
             f"{told} has shape {list(found.shape)}, but its columns cannot be divided into groups "
             f"of {wide}"
         )
@@ -446,12 +269,3 @@ _ONE_SCALE = (
     "one scale for a matrix, as AutoFP8 writes, is quantization_config.weight_block_size: null in "
     "config.json"
 )
-_DAMAGED = "the weights are damaged or do not match this config.json; download them again"
-
-
-def _damaged(message: str) -> SetupError:
-    return SetupError(message, _DAMAGED)
-
-
-def _said(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} of {list(tensor.shape)}"
