@@ -149,7 +149,7 @@ class SweepTable(_Progress):
         keys = sorted(shown, key=lambda key: (Pair.of(key), key.draft or "", key.k))
         for key in keys:
             own = without_errors(shown[key])
-            draft = one_line((key.draft if key.k else None) or _NO_DRAFT)
+            draft = one_line(key.draft or _NO_DRAFT)
             drafts, accepted = (
                 sum(getattr(s, name) for s in own.values())
                 for name in ("num_drafts", "num_accepted")
@@ -206,8 +206,7 @@ def watcher(total: int, unseen: Callable[[], Iterable[Sample]] = tuple, *, quiet
 def point_line(point: Point) -> str:
     """Describe a point in one line for logs."""
     at = f"batch {point.batch_size}" if point.request_rate is None else point.level_in_words
-    draft = (point.draft if point.k else None) or "no draft"
-    name = f"{draft}, {at}, k={point.k}"
+    name = f"{point.draft or 'no draft'}, {at}, k={point.k}"
     if point.target_tp is not None:
         of = f"draft TP {point.draft_tp}" if point.k else "k = 0"
         name = f"target TP {point.target_tp}, {of}, batch size {point.batch_size}"
@@ -361,7 +360,7 @@ def _mark(point: Point, best: Best | None) -> str:
     points."""
     if best is None or point.request_rate is not None:
         return ""
-    arm = point.k, point.draft if point.k else None
+    arm = point.k, point.draft
     if arm == (best.k, best.draft) and best.verdict != "inconclusive":
         return "recommended"
     return "tied" if arm in [(one.k, one.draft) for one in best.tied_points] else ""

@@ -11,7 +11,7 @@ from rich.table import Table
 from specdec_cli.core import types
 from specdec_cli.core.figures import summarise
 from specdec_cli.experiment.folders.conclusions import Arm, Best, Fastest
-from specdec_cli.experiment.folders.records import Point
+from specdec_cli.experiment.folders.records import Key, Point
 from specdec_cli.report.folder import read_folder
 from specdec_cli.report.tables import results
 from specdec_cli.terminal import compare as compare_view
@@ -125,7 +125,7 @@ def test_rounds_that_proposed_are_a_column_where_many_did_not() -> None:
 def test_a_line_of_plain_decoding_names_no_draft() -> None:
     """Whichever arm measures it, and whether or not it succeeds."""
     for draft in ("ngram", None):
-        lost = Point(draft=draft, k=0, batch_size=2, status="oom", reason="why")
+        lost = Point(**Key(draft, 2, 0).as_dict(), status="oom", reason="why")
         assert view.point_line(lost) == "no draft, batch 2, k=0: oom: why"
     assert view.point_line(lost.model_copy(update={"draft": "a", "k": 1})).startswith("a, batch 2")
 

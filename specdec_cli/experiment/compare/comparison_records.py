@@ -50,10 +50,6 @@ class ComparisonSettings(RunSettings):
     batches: int | None
 
     @property
-    def plain_draft(self) -> str:
-        return self.draft
-
-    @property
     def pairs(self) -> list[Pair]:
         return [Pair(t, d) for t, d in product(self.target_tps, self.draft_tps)]
 
@@ -205,7 +201,7 @@ class ComparisonRecords:
             return None
         merged = merge_repeats([self.of(p, batch_size, 0) for p in complete])
         failure = None if complete else failures[0]
-        key = Key(self.settings.draft, batch_size, 0, target_tp)
+        key = Key(None, batch_size, 0, target_tp)
         point = point_of(key, merged, merged, failure, self.settings.seed)
         return point.model_copy(update=self._blocks(complete))
 

@@ -70,7 +70,7 @@ class Best(Record):
 
     k: the recommended k; 0 for no speculation, None if nothing could be compared.
     draft: the recommended draft; None at k = 0.
-    tied: each k at which this draft is tied with the fastest point.
+    tied: each k at which this draft, or at k = 0 the fastest draft, is tied with the fastest point.
     by: the figure that decided, if requests arrive at a rate; otherwise None.
     tied_points: the tied points of every draft.
     significant: whether the point is faster than k = 0 by more than chance explains, in an

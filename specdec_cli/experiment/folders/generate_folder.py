@@ -71,8 +71,11 @@ def open_folder(
     settings = GenerateSettings(**common_settings(recipe, job), batch_size=recipe.run.batch_size)
     done: dict[int, Sample] = {}
     key = key_of(job)
-    drafts = (key.draft,) if key.k else (key.draft, None)
-    known = {"draft": drafts, "k": (key.k,), "batch_size": (key.batch_size,)}
+    known = {
+        "draft": (job.plan.proposer, key.draft),
+        "k": (key.k,),
+        "batch_size": (key.batch_size,),
+    }
 
     def problem(sample: Sample) -> str | None:
         # A server's k is not part of the recipe, so comparing the settings does not detect that it

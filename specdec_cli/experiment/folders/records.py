@@ -59,6 +59,7 @@ class Pair:
 class Key:
     """Identifies the point that a record belongs to.
 
+    draft: None at k = 0, whichever draft was loaded when the point was measured.
     batch_size: the maximum number of concurrent requests; 0 for no limit.
     target_tp, draft_tp: the degrees of a pair, in comparisons only. Points at k = 0 have no draft
         TP.
@@ -73,10 +74,19 @@ class Key:
     draft_tp: int | None = None
     request_rate: Rate | None = None
 
+    def __post_init__(self) -> None:
+        if self.k == 0:
+            object.__setattr__(self, "draft", None)
+
     @classmethod
     def of(cls, record: "Sample | Point | CurvePart | Stretch") -> "Key":
         others = (getattr(record, n, None) for n in ("target_tp", "draft_tp", "request_rate"))
         return cls(record.draft, record.batch_size, record.k, *others)
+
+    @property
+    def plain(self) -> "Key":
+        """The key of the point at k = 0 with which a point of a sweep is compared."""
+        return Key(None, self.batch_size, 0, request_rate=self.request_rate)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by which a record identifies its point. Fields that only some points
@@ -85,23 +95,8 @@ class Key:
         others = {n: getattr(self, n) for n in ("target_tp", "draft_tp", "request_rate")}
         return point | given(**others)
 
-    def labels(self) -> dict[str, Any]:
-        """Return the fields of `as_dict` for a document, where the draft is None at k = 0."""
-        return self.as_dict() | ({} if self.k else {"draft": None})
 
-
-class OfPoint(Record):
-    """A record that belongs to a point."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the record as written to the folder. At k = 0 the draft is set to None, whichever
-        draft was loaded when the record was measured, so that all files identify the point at k = 0
-        in the same way."""
-        found = super().as_dict()
-        return found | {"draft": None} if found["k"] == 0 and "draft" in found else found
-
-
-class Sample(OfPoint):
+class Sample(Record):
     """The result of one prompt at one point, a line of samples.jsonl. The output format requires
     the fields up to `seconds`. The other fields are stored because metrics are computed from them.
 
@@ -331,7 +326,7 @@ class Prediction(Record):
     drafts_of_k: int | None = None
 
 
-class Stretch(OfPoint):
+class Stretch(Record):
     """The time window in which a point was measured under a request rate; a line of load.jsonl. It
     is written after the point's samples, so the samples are complete once it exists.
 
@@ -402,7 +397,7 @@ def at_rate(rate: Rate) -> str:
     return f"{'with' if rate == 'inf' else 'at'} {rate_in_words(rate)}"
 
 
-class Point(OfPoint):
+class Point(Record):
     """A line of points.jsonl, and an entry of a document's `points`.
 
     Points of sweeps have `draft` and predictions, but no degrees. Points of comparisons have
@@ -506,7 +501,7 @@ class Point(OfPoint):
         return self
 
 
-class _PartCounts(OfPoint):
+class _PartCounts(Record):
     draft: Name | None
     batch_size: Count
     k: Count

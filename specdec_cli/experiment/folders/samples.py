@@ -1,9 +1,9 @@
-"""Selects samples: those without errors, those of a point's baseline, or those of one category.
-Also checks samples that were read from a file."""
+"""Selects samples: those without errors, or those of one category. Also checks samples that were
+read from a file."""
 
 from collections.abc import Iterable, Mapping
 
-from specdec_cli.experiment.folders.records import Key, Sample
+from specdec_cli.experiment.folders.records import Sample
 
 # The samples of one point, by prompt index or request number (see `Sample.place`).
 Samples = Mapping[int, Sample]
@@ -25,20 +25,6 @@ def could_run_no_prompt(reason: str | None) -> bool:
     """Return True if `reason` says that the measurement of a point was finished, but that the
     engine refused every prompt."""
     return (reason or "").startswith("no prompt could run")
-
-
-def baseline_key(samples: Mapping[Key, Samples], key: Key) -> Key:
-    """Return the key of the point at k = 0 with which a point is compared. If k = 0 was measured
-    with the point's own draft, return that key, otherwise the key that all drafts share."""
-    own, shared = (
-        Key(draft, key.batch_size, 0, request_rate=key.request_rate) for draft in (key.draft, None)
-    )
-    return own if samples.get(own) else shared
-
-
-def baseline_of(samples: Mapping[Key, Samples], key: Key) -> Samples:
-    """Return the samples at `baseline_key`; an empty mapping if there are none."""
-    return samples.get(baseline_key(samples, key), {})
 
 
 def prompts_by_category(samples: Samples, prompts: Iterable[int]) -> dict[str, list[int]]:

@@ -16,7 +16,7 @@ from specdec_cli.core.figures import Rate, Spread
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import Best, Crossover
 from specdec_cli.experiment.folders.records import Key, Load, Point, Sample, Stretch, at_rate
-from specdec_cli.experiment.folders.samples import Samples, baseline_key
+from specdec_cli.experiment.folders.samples import Samples
 from specdec_cli.experiment.load.arrivals import Offered
 from specdec_cli.experiment.load.goodput import (
     FEWEST,
@@ -54,11 +54,10 @@ def points_at_rate(
         point = Point(**key.as_dict(), predicted_speedup=None, **fields)
         if point.metrics is not None:
             load = load_of(key, own, list(stretches[key].values()), offered)
-            plain = baseline_key(samples, key)
-            of_plain = stretches.get(plain, {}).values()
+            of_plain = stretches.get(key.plain, {}).values()
             is_slow = load.overloaded or any(one.overloaded for one in of_plain)
             crowding = max([load.crowding, *(one.crowding for one in of_plain)])
-            others = {} if is_slow or plain in failures else samples.get(plain, {})
+            others = {} if is_slow or key.plain in failures else samples.get(key.plain, {})
             gain = _gain(own, others, crowding)
             # Latencies are measured from the due time. An overloaded point has no latencies,
             # because they grow without bound.
@@ -149,8 +148,7 @@ def load_warnings(points: Sequence[Point]) -> list[Notice]:
         if (load := point.load) is None or point.request_rate is None:
             continue
         where = f"k = {point.k} {at_rate(point.request_rate)}"
-        draft = point.draft if point.k else None
-        evidence = {"k": point.k, "draft": draft, "request_rate": point.request_rate}
+        evidence = {"k": point.k, "draft": point.draft, "request_rate": point.request_rate}
         if load.overloaded:
             told = (
                 f"{where} is overloaded: it answers {load.achieved_rate:.3g} requests a second; "
@@ -317,12 +315,13 @@ def best_at_rate(
     tied = [one for one in tied if not leader.is_faster(one)]
     plain = next((one for one in found if one.point.k == 0), None)
     paying = [one for one in tied if one.point.k]
+    draft = min(paying, key=lambda one: sum(one.times), default=leader).point.draft
     if plain is not None:
         reach = _joint_reach([one for one in found if one.point.k], plain)
         paying = [one for one in paying if one.pays(plain, reach)]
     elif (slow := next((p for p in points if p.k == 0 and p.load is not None), None)) is not None:
         paying = [one for one in paying if _answered(one.point) >= _MORE * _answered(slow)]
-    chosen, draft = plain or leader, leader.point.draft
+    chosen = plain or leader
     if paying:
         draft = min(paying, key=lambda one: (one is not leader, sum(one.times))).point.draft
         chosen = min((o for o in paying if o.point.draft == draft), key=lambda one: one.point.k)
@@ -332,7 +331,7 @@ def best_at_rate(
     lacks = lacks or _lacking(points, found, chosen, leader, by, pays=bool(paying))
     return Best(
         k=chosen.point.k,
-        draft=chosen.point.draft if chosen.point.k else None,
+        draft=chosen.point.draft,
         tied=sorted(same_draft | {chosen.point.k}),
         reason=_reason(chosen, leader, plain, by, lacks),
         by=by,

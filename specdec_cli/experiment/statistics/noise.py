@@ -174,7 +174,7 @@ def _outliers(samples: Mapping[Key, Samples]) -> list[Notice]:
         f"{outliers.repeats} repeats do not count; repeat more often (--repeats), or while nothing "
         "else runs"
     )
-    evidence = worst.key.labels() | {
+    evidence = worst.key.as_dict() | {
         "index": worst.sample.index,
         "seconds": worst.sample.decode_seconds,
         "lost_seconds": worst.lost,
@@ -271,7 +271,7 @@ def _round_seconds(sample: Sample) -> float:
 
 
 def _name(key: Key) -> str:
-    with_draft = f" with {key.draft}" if key.k and key.draft is not None else ""
+    with_draft = f" with {key.draft}" if key.draft is not None else ""
     return f"k = {key.k}{with_draft}, batch size {key.batch_size}"
 
 

@@ -106,7 +106,7 @@ def compare_tokens(settings: RunSettings, points: Mapping[Key, Samples]) -> Toke
         ordered = [sample for _, sample in sorted(samples.items())]
         differing = [s.index for s in ordered if (s.token_ids or s.text) != reference[s.index]]
         if differing:
-            labels = key.labels()
+            labels = key.as_dict()
             if key.target_tp is not None:
                 del labels["draft"]  # all points of a comparison have the same draft
             diverging.append(

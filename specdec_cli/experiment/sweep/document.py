@@ -54,13 +54,13 @@ def points_at(
         return points_at_rate(offered, records.samples, records.stretches, keys, failures)
     found, seed = dict[Key, Point](), settings.seed
     for draft in settings.drafts:
-        arm = [settings.key(draft, batch_size, k) for k in settings.ks]
+        arm = [Key(draft, batch_size, k) for k in settings.ks]
         predicted = [key for key in arm if key.k not in settings.measured_ks]
         whys = dict.fromkeys(predicted, Failure("skipped", "predicted, not measured"))
         forecasts = forecasts_of(settings, records, draft, batch_size)
         for point in arm_points(records.samples, arm, whys | dict(failures), forecasts, seed):
-            # The k = 0 point that all arms share belongs to no arm, so it gets no prediction.
-            if point.draft != draft:
+            # A k = 0 point that several arms share belongs to no arm, so it gets no prediction.
+            if point.k == 0 and settings.shares_baseline:
                 point = point.model_copy(update={"prediction": None})
             # An arm that could not be forecast does not know the predicted speed of k = 0 either.
             held = found.setdefault(Key.of(point), point)
@@ -74,10 +74,9 @@ def forecasts_of(
 ) -> Forecasts:
     """Collect the data from which an arm's speeds at a batch size are predicted."""
     largest_k = max(settings.ks)
-    largest = records.samples[settings.key(draft, settings.batch_sizes[0], largest_k)]
+    largest = records.samples[Key(draft, settings.batch_sizes[0], largest_k)]
     parts = {
-        k: cost_by_part(records.costs[settings.key(draft, batch_size, k)].values())
-        for k in settings.ks
+        k: cost_by_part(records.costs[Key(draft, batch_size, k)].values()) for k in settings.ks
     }
     texts = dict[int, Text]()
     for index, text in sorted(records.texts[draft].items()):
@@ -127,14 +126,14 @@ def sweep_document(
     tokens = compare_tokens(settings, samples)
     told = [
         *warnings,
-        *(noise_in(records.samples) if is_closed else load_warnings(points)),
+        *(noise_in(samples) if is_closed else load_warnings(points)),
         *impossible_speeds(points),
         *predictions_off(points),
         *proposals_of_another_k(points),
         *tokens_notice(tokens),
         *failed_check(check),
-        *remarks_of(records.samples.values()),
-        *other_engines(records.samples.values()),
+        *remarks_of(samples.values()),
+        *other_engines(samples.values()),
     ]
     concluded = (_of_batches if is_closed else _at_rates)(settings, records, points, told)
     document: dict[str, Any] = {
@@ -150,7 +149,7 @@ def sweep_document(
         "warnings": told,
         "measuring": clock.as_dict() if clock is not None else None,
     }
-    code = exit_code(points, records.samples.values(), tokens, failures, check)
+    code = exit_code(points, samples.values(), tokens, failures, check)
     return document | error_of(points, code), code
 
 

@@ -13,7 +13,6 @@ from specdec_cli.experiment.folders.conclusions import Arm, Comparison, SpeedRat
 from specdec_cli.experiment.folders.records import Key, Point
 from specdec_cli.experiment.folders.samples import (
     Samples,
-    baseline_of,
     prompts_by_category,
     without_errors,
 )
@@ -75,7 +74,7 @@ def measured_gains(points: Sequence[Point], samples: Mapping[Key, Samples]) -> G
         return Gains(why_none="the points have no prompt in common")
     found = {}
     for key in map(Key.of, chosen):
-        plain = baseline_of(samples, key)
+        plain = samples.get(key.plain, {})
         gain = speedup({i: samples[key][i] for i in common}, {i: plain[i] for i in common})
         assert gain is not None
         found[key] = gain
@@ -131,15 +130,15 @@ def compare_arms(gains: Gains, samples: Mapping[Key, Samples], seed: int) -> lis
     Each arm, including plain decoding, is represented by its fastest k."""
     fastest: dict[str | None, Point] = {}
     for point in gains.points:
-        name = point.draft if point.k else None
-        if name not in fastest or gains.value(point) > gains.value(fastest[name]):
-            fastest[name] = point
+        held = fastest.setdefault(point.draft, point)
+        if gains.value(point) > gains.value(held):
+            fastest[point.draft] = point
     arms = sorted(fastest.values(), key=gains.value, reverse=True)
     return [
         Comparison(
             batch_size=arm.batch_size,
-            arm=Arm(k=arm.k, draft=arm.draft if arm.k else None),
-            against=Arm(k=other.k, draft=other.draft if other.k else None),
+            arm=Arm(k=arm.k, draft=arm.draft),
+            against=Arm(k=other.k, draft=other.draft),
             is_predicted=gains.is_predicted,
             num_prompts=len(gains.prompts),
             **figures_of(ratio_of(gains.of(arm), gains.of(other)), seed),

@@ -152,7 +152,7 @@ def _several_dates(paths: Sequence[Path]) -> list[Notice]:
 
 def _read(path: Path, kind: type[R], settings: SweepSettings, whole: SweepSettings) -> list[R]:
     """Read a shard's records, and replace its draft names with those of the whole sweep."""
-    names = {None: whole.plain_draft, **dict(zip(settings.drafts, whole.drafts, strict=True))}
+    names = {None: None, **dict(zip(settings.drafts, whole.drafts, strict=True))}
     found = read_kept(path, kind, settings)
     return [record.model_copy(update={"draft": names[record.draft]}) for record in found]
 

@@ -53,14 +53,16 @@ def recommend(
         draft = max(paying, key=lambda p: (p is fastest, gains.value(p))).draft
         chosen = min((p for p in paying if p.draft == draft), key=lambda p: p.k)
     else:
-        chosen = next(p for p in candidates if p.k == 0 and p.draft in (fastest.draft, None))
+        chosen = next(p for p in candidates if p.k == 0)
+    leader = max(proposing, key=gains.value, default=None)
+    arm = chosen if chosen.k or leader is None else leader
     # Add the chosen k, which `tied` may lack: after an interruption, the comparison with k = 0 and
     # the comparison with the other points may be over different prompts.
-    same_draft = {chosen.k} | {p.k for p in tied if p.draft == chosen.draft or p.k == 0}
+    same_draft = {chosen.k} | {p.k for p in tied if p.draft == arm.draft or p.k == 0}
     ends = [gains.interval(p) for p in proposing]
     own = claim(chosen) if chosen.k else None
     found = None
-    if (leader := max(proposing, key=gains.value, default=None)) is not None:
+    if leader is not None:
         measured = len(gains.prompts), gains.seconds
         found = gains.value(leader), claim(leader), *measured, leader.batch_size
     verdict, needed, doubt = judged(own, ends, found, disturbed)
@@ -75,14 +77,12 @@ def recommend(
     )
     return Best(
         k=chosen.k,
-        draft=chosen.draft if chosen.k else None,
+        draft=chosen.draft,
         tied=sorted(same_draft),
         reason=f"{basis}{told}{doubt}",
         speedup=gains.value(chosen),
-        fastest=Fastest(
-            k=fastest.k, draft=fastest.draft if fastest.k else None, speedup=gains.value(fastest)
-        ),
-        tied_points=[Arm(k=p.k, draft=p.draft if p.k else None) for p in tied],
+        fastest=Fastest(k=fastest.k, draft=fastest.draft, speedup=gains.value(fastest)),
+        tied_points=[Arm(k=p.k, draft=p.draft) for p in tied],
         significant=verdict == "use",
         verdict=verdict,
         needed=needed,

@@ -16,7 +16,7 @@ from specdec_cli.core.figures import STAGES
 from specdec_cli.core.types import Request
 from specdec_cli.errors import Notice, is_out_of_memory
 from specdec_cli.experiment.folders.records import CurvePart, Key, Point, given
-from specdec_cli.experiment.folders.samples import baseline_of, without_errors
+from specdec_cli.experiment.folders.samples import without_errors
 from specdec_cli.experiment.forecasts import ReplayText
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.lossless_check import PROMPTS, LosslessCheck, greedy_texts, texts_of
@@ -131,20 +131,16 @@ class Sweep(Running):
         self._watch.look()
 
     def _keys_of(self, job: Job, batch_size: int, ks: Iterable[int]) -> list[Key]:
-        """Return the keys of one arm's points. They include k = 0 only if the arm does not share
-        that point with other arms."""
-        draft = job.plan.proposer
-        keys = (self.plan.settings.key(draft, batch_size, k) for k in ks)
-        return [key for key in keys if key.draft == draft]
+        """Return the keys of one arm's points, except k = 0, which all arms share."""
+        return [Key(job.plan.proposer, batch_size, k) for k in ks if k]
 
     def _open_jobs(self, batch_size: int) -> list[Job]:
         """Return the arms that still lack samples or data for predictions at a batch size. If all
         are complete except for the k = 0 point that they share, return the first arm, which can
         measure it."""
-        settings, jobs = self.plan.settings, self.plan.jobs
+        jobs, plain = self.plan.jobs, [Key(None, batch_size, 0)]
         found = [job for job in jobs if self._is_open(job, batch_size)]
-        shared = [key for key in settings.keys(batch_size, [0]) if settings.shares_baseline]
-        if not found and self._lack(jobs[0], shared, shared):
+        if not found and self._lack(jobs[0], plain, plain):
             return jobs[:1]
         return found
 
@@ -220,9 +216,7 @@ class Sweep(Running):
         # arm whose target need not output hidden states for the draft. If there is no such arm,
         # choose the first one.
         plain = min(jobs, key=lambda job: job.plan.reads_hidden)
-        hosts = {job.plan.proposer: job for job in jobs}
-        if settings.shares_baseline:
-            hosts[None] = plain
+        hosts = {job.plan.proposer: job for job in jobs} | {None: plain}
 
         def session_of(key: Key) -> Session:
             return sessions[hosts[key.draft].plan.proposer]
@@ -289,7 +283,7 @@ class Sweep(Running):
                 samples = self.records.samples
                 written, plain = (
                     {i: s.token_ids for i, s in without_errors(of).items()}
-                    for of in (samples[key], baseline_of(samples, key))
+                    for of in (samples[key], samples.get(key.plain, {}))
                 )
             else:
                 job = job.part(0, PROMPTS)
@@ -322,7 +316,7 @@ class Sweep(Running):
         unit: the group of prompts.
         """
         k = max(self.plan.settings.ks)
-        key = self.plan.settings.key(unit.plan.proposer, session.batch_size, k)
+        key = Key(unit.plan.proposer, session.batch_size, k)
         for index in self._without_text(unit):
             sample = self.records.samples[key][index]
             self.world.beat()
@@ -357,9 +351,7 @@ class Sweep(Running):
         settings, draft = self.plan.settings, job.plan.proposer
         if max(settings.ks) == 0 or not self._backend.is_native:
             return []
-        samples = self.records.samples[
-            settings.key(draft, settings.batch_sizes[0], max(settings.ks))
-        ]
+        samples = self.records.samples[Key(draft, settings.batch_sizes[0], max(settings.ks))]
         return [
             p.index
             for p in job.prompts

@@ -12,7 +12,7 @@ from specdec_cli.experiment.disk import refuse_special_files
 from specdec_cli.experiment.folders import settings_file
 from specdec_cli.experiment.folders.conclusions import CheckResult
 from specdec_cli.experiment.folders.record_lines import read_records, to_json
-from specdec_cli.experiment.folders.records import Point, Sample
+from specdec_cli.experiment.folders.records import Key, Point, Sample
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.sweep.document import prompts_that_failed, sweep_document
 from specdec_cli.experiment.sweep.running import Running
@@ -177,6 +177,5 @@ def samples_of(folder: Path, plan: SweepPlan) -> list[Sample]:
                     f"{name} has {len(sample.seconds)} repeats, but run.repeats is "
                     f"{plan.settings.repeats}"
                 )
-            key = plan.settings.key(job.plan.proposer, size, 0)
-            taken.append(sample.model_copy(update=key.as_dict()))
+            taken.append(sample.model_copy(update=Key(None, size, 0).as_dict()))
     return taken

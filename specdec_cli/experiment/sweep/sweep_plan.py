@@ -277,7 +277,7 @@ def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]
     most = plan.num_prompts * plan.recipe.sampling.max_new_tokens
     written = plan.num_samples * plan.recipe.sampling.max_new_tokens
     points = [
-        {**key.labels(), "batch_size": b or None, "measured": key.k in s.measured_ks}
+        {**key.as_dict(), "batch_size": b or None, "measured": key.k in s.measured_ks}
         for b, rate in s.levels
         for key in s.keys(b, s.ks, rate)
     ]

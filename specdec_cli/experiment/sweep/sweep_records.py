@@ -50,12 +50,6 @@ class SweepSettings(RunSettings):
         return len(self.drafts) > 1
 
     @property
-    def plain_draft(self) -> str | None:
-        """The `draft` in the `Key` of a k = 0 point: the name of the only draft, or None if several
-        drafts share one k = 0 point. Files store no draft name at k = 0."""
-        return None if self.shares_baseline else self.drafts[0]
-
-    @property
     def offered(self) -> Offered | None:
         """The rates at which requests arrive, the arrival process and the latency objectives. None
         if all requests of a batch wait from the start."""
@@ -81,13 +75,9 @@ class SweepSettings(RunSettings):
     def measured_ks(self) -> tuple[int, ...]:
         return (0, max(self.ks)) if self.predict_only and max(self.ks) else self.ks
 
-    def key(self, draft: str | None, batch_size: int, k: int, rate: Rate | None = None) -> Key:
-        """Return the key of the point that has this draft and proposal length `k`."""
-        return Key(draft if k else self.plain_draft, batch_size, k, request_rate=rate)
-
     def keys(self, batch_size: int, ks: Sequence[int], rate: Rate | None = None) -> list[Key]:
         """Return the keys of points, draft by draft; only once a k = 0 point that drafts share."""
-        found = (self.key(d, batch_size, k, rate) for d in self.drafts for k in ks)
+        found = (Key(d, batch_size, k, request_rate=rate) for d in self.drafts for k in ks)
         return list(dict.fromkeys(found))
 
     @property
@@ -114,10 +104,6 @@ class SweepSettings(RunSettings):
 
 
 class Settings(Protocol):
-    @property
-    def plain_draft(self) -> str | None:
-        """The `draft` in the `Key` of a k = 0 point. Files store no draft name at k = 0."""
-
     def misfit(self, record: Record) -> str | None:
         """Return the reason why a record does not belong to any point of the run; None if it
         does."""
@@ -214,10 +200,9 @@ class SweepRecords:
     def add_point(self, point: Point) -> bool:
         """Add a point if it changed, and return whether it did. The file keeps the old version; the
         new one is appended as another line."""
-        kept = _as_kept(point)
-        has_changed = self.points.get(Key.of(kept)) != kept
+        has_changed = self.points.get(Key.of(point)) != point
         if has_changed:
-            self.add(kept)
+            self.add(point)
         return has_changed
 
     def enter(self, record: Record) -> None:
@@ -232,15 +217,9 @@ class SweepRecords:
             case CurvePart():
                 self.costs[Key.of(record)][record.part] = record
             case Point():
-                kept = _as_kept(record)
-                self.points[Key.of(kept)] = kept
+                self.points[Key.of(record)] = record
             case PairFacts():
                 self.facts[Pair.of(record)] = record
-
-
-def _as_kept(point: Point) -> Point:
-    """Return the point as files store it: without the draft's name at k = 0."""
-    return point if point.k or point.draft is None else point.model_copy(update={"draft": None})
 
 
 _FILES: dict[type[Record], str] = {
@@ -255,16 +234,6 @@ R = TypeVar("R", bound=Record)
 
 
 def read_kept(folder: Path, kind: type[R], settings: Settings) -> list[R]:
-    """Read the records of one kind from a run's folder.
-
-    Records of k = 0 are stored without a draft; they get the draft name `settings.plain_draft`.
-    Raises `SetupError` for a record that does not belong to any point of the run.
-    """
-    found = read_records(folder / _FILES[kind], kind, settings.misfit)
-    own = {"draft": settings.plain_draft}
-    return [
-        record.model_copy(update=own)
-        if getattr(record, "k", None) == 0 and "draft" in record.model_fields_set
-        else record
-        for record in found
-    ]
+    """Read the records of one kind from a run's folder. Raises `SetupError` for a record that does
+    not belong to any point of the run."""
+    return read_records(folder / _FILES[kind], kind, settings.misfit)

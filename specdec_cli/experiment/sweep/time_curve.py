@@ -52,7 +52,7 @@ def curve_point(key: Key, parts: Mapping[int, CurvePart]) -> dict[str, Any]:
     experts = [p.distinct_experts for p in parts.values() if p.distinct_experts is not None]
     are_counted = bool(experts) and len(experts) == len(parts)
     costs = list(cost_by_part(parts.values()).values())
-    return key.labels() | {
+    return key.as_dict() | {
         "rounds": total,
         "draft_ms_per_step": drafting / key.k if key.k else None,
         **stage_ms,
