@@ -119,7 +119,7 @@ def compare_tp(
     from specdec_cli.experiment.folders.record_lines import added_records
     from specdec_cli.experiment.folders.records import Sample
     from specdec_cli.terminal.compare import print_results
-    from specdec_cli.terminal.sweep import watcher
+    from specdec_cli.terminal.watching import watcher
     from specdec_cli.text import digest
 
     unseen = added_records(folder.path / "samples.jsonl", Sample)
@@ -168,7 +168,7 @@ def compare_tp_ranks(
             from specdec_cli.experiment.compare.worker import PairTask, measure
             from specdec_cli.experiment.folders.records import Point
             from specdec_cli.terminal.progress import can_redraw
-            from specdec_cli.terminal.sweep import point_line
+            from specdec_cli.terminal.watching import point_line
 
         def tell(point: Point) -> None:
             if not quiet and not can_redraw():

@@ -360,7 +360,8 @@ def _sweep(
     from specdec_cli.experiment.sweep.sweep_folder import finish, open_folder
     from specdec_cli.experiment.sweep.sweep_plan import warnings_of
     from specdec_cli.experiment.sweep.sweep_records import SweepRecords
-    from specdec_cli.terminal.sweep import print_results, watcher
+    from specdec_cli.terminal.sweep import print_results
+    from specdec_cli.terminal.watching import watcher
 
     output, quiet = asked.output, asked.quiet
     with waiting("getting ready", quiet=asked.hides_progress):

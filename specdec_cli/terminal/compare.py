@@ -15,7 +15,7 @@ from specdec_cli.experiment.statistics.promise import tokens_line
 from specdec_cli.report import cells as cell
 from specdec_cli.report.cells import Cell
 from specdec_cli.terminal import render
-from specdec_cli.terminal.sweep import point_line
+from specdec_cli.terminal.watching import point_line
 from specdec_cli.text import say
 
 _DRAFT_TP = replace(cell.DRAFT_TP, of=lambda p: p.draft_tp if p.k else "none")

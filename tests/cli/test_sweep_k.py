@@ -33,7 +33,8 @@ from specdec_cli.experiment.machine import MachineWatch
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.report.folder import read_folder
 from specdec_cli.terminal.render import progress_bar
-from specdec_cli.terminal.sweep import SweepLines, SweepTable, _first_token_line, watcher
+from specdec_cli.terminal.sweep import _first_token_line
+from specdec_cli.terminal.watching import SweepLines, SweepTable, watcher
 from tests.cli.generate_helpers import Result, on_terminal, prompt_options
 from tests.cli.sweep_helpers import (
     Sample,

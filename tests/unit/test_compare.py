@@ -51,7 +51,7 @@ from specdec_cli.prompts import Prompt
 from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import load_recipe
 from specdec_cli.terminal.compare import print_results
-from specdec_cli.terminal.sweep import SweepTable
+from specdec_cli.terminal.watching import SweepTable
 
 SETTINGS = ComparisonSettings(
     recipe={

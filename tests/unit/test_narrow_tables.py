@@ -18,6 +18,7 @@ from specdec_cli.terminal import compare as compare_view
 from specdec_cli.terminal import sweep as view
 from specdec_cli.terminal.memory import cells
 from specdec_cli.terminal.render import summary_line, summary_table, table_width, verdict_line
+from specdec_cli.terminal.watching import point_line
 from tests.report_helpers import (
     DRAFT,
     OTHER,
@@ -117,7 +118,7 @@ def test_rounds_that_proposed_are_a_column_where_many_did_not() -> None:
     heading, *rows = lines_of(view.results_table(as_points(points), 200)[0], 200)
     assert "tokens a round  proposing  all rounds  accepted" in heading
     assert ["80%" in row for row in rows] == [False, False, True]
-    lines = [view.point_line(point) for point in as_points(points)]
+    lines = [point_line(point) for point in as_points(points)]
     assert [line.endswith("tokens a round") for line in lines] == [True, True, False]
     assert lines[2].endswith("tokens a round in the 80% that proposed")
 
@@ -126,8 +127,8 @@ def test_a_line_of_plain_decoding_names_no_draft() -> None:
     """Whichever arm measures it, and whether or not it succeeds."""
     for draft in ("ngram", None):
         lost = Point(**Key(draft, 2, 0).as_dict(), status="oom", reason="why")
-        assert view.point_line(lost) == "no draft, batch 2, k=0: oom: why"
-    assert view.point_line(lost.model_copy(update={"draft": "a", "k": 1})).startswith("a, batch 2")
+        assert point_line(lost) == "no draft, batch 2, k=0: oom: why"
+    assert point_line(lost.model_copy(update={"draft": "a", "k": 1})).startswith("a, batch 2")
 
 
 def test_an_impossible_speedup_is_a_word_on_terminals_and_in_reports(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from specdec_cli.experiment.folders.records import Key, Sample
 from specdec_cli.terminal import progress
 from specdec_cli.terminal.progress import Ticker
 from specdec_cli.terminal.sinks import PromptLines
-from specdec_cli.terminal.sweep import SweepLines
+from specdec_cli.terminal.watching import SweepLines
 
 
 @pytest.fixture(autouse=True)
