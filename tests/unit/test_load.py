@@ -39,13 +39,8 @@ from specdec_cli.experiment.load.measuring import (
     is_overloaded,
     stretch_of,
 )
-from specdec_cli.experiment.load.points import (
-    best_at_rate,
-    crossover,
-    load_warnings,
-    points_at_rate,
-    scored,
-)
+from specdec_cli.experiment.load.points import load_warnings, points_at_rate
+from specdec_cli.experiment.load.recommend import best_at_rate, crossover, scored
 from specdec_cli.experiment.statistics.noise import disturbances
 from specdec_cli.recipe.objectives import objective
 from specdec_cli.report.drawings.load import draw_load

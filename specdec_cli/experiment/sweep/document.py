@@ -12,12 +12,8 @@ from specdec_cli.experiment.folders.conclusions import VERSION, CheckResult, Tok
 from specdec_cli.experiment.folders.records import Key, Point, rate_name
 from specdec_cli.experiment.folders.samples import Samples, could_run_no_prompt
 from specdec_cli.experiment.forecasts import Forecasts, Text, expected_rounds, with_recorded
-from specdec_cli.experiment.load.points import (
-    best_at_rate,
-    crossover,
-    load_warnings,
-    points_at_rate,
-)
+from specdec_cli.experiment.load.points import load_warnings, points_at_rate
+from specdec_cli.experiment.load.recommend import best_at_rate, crossover
 from specdec_cli.experiment.lossless_check import failed_check
 from specdec_cli.experiment.points import Failure, arm_points, error_of
 from specdec_cli.experiment.served import other_engines, remarks_of
