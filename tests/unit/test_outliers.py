@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from specdec_cli.experiment.folders.records import Key, Sample, usual_repeats
-from specdec_cli.experiment.statistics.noise import Outliers, noise_in
+from specdec_cli.experiment.statistics.noise import noise_in
+from specdec_cli.experiment.statistics.outliers import Outliers
 from tests.report_helpers import sample_record
 
 RECORDED = Path(__file__).parents[2] / "docs" / "demo-sweep" / "run" / "samples.jsonl.xz"
