@@ -111,6 +111,7 @@ def _report_runs(
     """Compare runs; print the answers and tables, and write files if there is an output folder."""
     from specdec_cli.report.export import aligned
     from specdec_cli.report.findings import warnings
+    from specdec_cli.report.run_tables import run_tables
     from specdec_cli.report.runs import side_by_side, warnings_of
     from specdec_cli.report.write import write_runs
 
@@ -125,9 +126,10 @@ def _report_runs(
         "warnings": [Notice("report", told).as_dict() for told in warnings_of(whole)],
         "files": [str(file) for file in files],
     }
-    tables = (line for table in whole.tables for line in ("", *aligned(table)))
-    runs = zip(whole.names, whole.runs, strict=True)
-    told = [f"{name}: {one}" for name, run in runs for one in _in_short(warnings(run))]
+    tables = (line for table in run_tables(whole) for line in ("", *aligned(table)))
+    told = [
+        f"{name}: {one}" for name, run in whole.runs.items() for one in _in_short(warnings(run))
+    ]
     _tell(document, [*whole.answers, *tables], told, as_json=as_json)
 
 

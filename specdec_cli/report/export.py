@@ -16,6 +16,7 @@ from specdec_cli.report.content import Content
 from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.page import parts
 from specdec_cli.report.plots import Plot
+from specdec_cli.report.run_tables import run_tables
 from specdec_cli.report.runs import SideBySide
 from specdec_cli.report.tables import counts_experts
 from specdec_cli.text import inert, one_line
@@ -272,7 +273,7 @@ def runs_markdown(whole: SideBySide, warnings: Sequence[str]) -> str:
     lines = [f"# {_plain(', '.join(whole.names))}", ""]
     lines += [f"**{_plain(one)}**" + "\n" for one in whole.answers]
     lines += [f"> {_plain(one)}" for one in warnings]
-    for table in whole.tables:
+    for table in run_tables(whole):
         lines += ["", f"## {_plain(table.title)}", "", *_markdown_table(table)]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -1,25 +1,24 @@
 """Compares several runs side by side: their speeds on the prompts that they share, and the keys of
 their recipes and environments that differ.
 
-This module computes the figures and tables; other modules write the HTML and draw the plots.
+This module computes the figures; other modules make the tables, write the HTML and draw the plots.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from operator import ne
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from specdec_cli.core.figures import EngineFacts
 from specdec_cli.experiment.folders.conclusions import SpeedRatio
 from specdec_cli.experiment.folders.records import Point, Sample, given
 from specdec_cli.experiment.load.points import time_ratio
 from specdec_cli.experiment.served import in_text
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.sweep.gains import figures_of, ratio_figures
-from specdec_cli.report.cells import Cell, Column, Table, rows_of, span, table_of
+from specdec_cli.report.cells import rows_of, span
 from specdec_cli.report.findings import (
     best_by_batch_size,
     interval_in_words,
@@ -77,26 +76,38 @@ class Ratio(SpeedRatio):
         return f"{count} of {self.num_prompts} differ" if count else "same"
 
 
+class Compared(NamedTuple):
+    """A point and another one with which it is compared. ratio: the ratio of their speeds; None if
+    they share no prompts, or if both are the same point."""
+
+    one: Shown
+    other: Shown
+    ratio: Ratio | None
+
+
 @dataclass(frozen=True, slots=True)
 class SideBySide:
     """The comparison of several runs.
 
-    names: the runs' names.
+    runs: the runs by their names.
     shown: the points to show, of all runs.
-    pairs: for each batch size or rate and each pair of runs, the best point of each run (the faster
-        one first) and the ratio of their speeds. The ratio is None if the points share no prompts.
+    pairs: for each batch size or rate and each pair of runs, the best point of each run, the faster
+        one first.
     differences: the keys of recipes and environments whose values differ, each with one value per
         run.
-    by_engine: points of several runs at the same k and batch size, each with its speed relative to
-        the first of them. It is empty unless a run was measured on a server.
+    by_engine: points of several runs at the same k and batch size, each against the first of them.
+        It is empty unless a run was measured on a server.
     """
 
-    names: Sequence[str]
-    runs: Sequence[ReportedRun]
+    runs: Mapping[str, ReportedRun]
     shown: Sequence[Shown]
-    pairs: Sequence[tuple[Shown, Shown, Ratio | None]]
-    differences: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    by_engine: Sequence[tuple[Shown, Ratio | None]] = ()
+    pairs: Sequence[Compared]
+    differences: Mapping[str, Sequence[str]]
+    by_engine: Sequence[Compared]
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.runs)
 
     def against_first(self, one: Shown) -> Ratio | None:
         """Divide a point's speed by that of the first run's point with the same arm and batch size.
@@ -142,7 +153,7 @@ class SideBySide:
         found += [
             f"{name} does not show whether speculation helps {best.at.at_level}: its "
             "verdict is inconclusive."
-            for name, run in zip(self.names, self.runs, strict=True)
+            for name, run in self.runs.items()
             for best in best_by_batch_size(run)
             if best.is_open
         ]
@@ -162,7 +173,7 @@ class SideBySide:
                 "is_best": one.is_best,
                 "num_prompts": len(one.samples),
                 "decode_tokens_per_second": one.point.speed,
-                **given(e2el_ms=_mean_time(one.point)),
+                **given(e2el_ms=mean_time(one.point)),
                 "speedup": one.point.speedup,
                 "speedup_ci": one.point.speedup_ci,
                 "against_first": ratio.as_dict() if ratio is not None else None,
@@ -187,18 +198,17 @@ class SideBySide:
                 "draft": one.point.draft,
                 "k": one.point.k,
                 "num_prompts": len(one.samples),
-                "mean_acceptance_length": _length_in_text(one),
+                "mean_acceptance_length": length_in_text(one),
                 "decode_tokens_per_second": one.point.speed,
                 "decode_tokens_per_second_ci": one.point.decode_tokens_per_second_ci,
                 "round_ms": one.point.number("round_ms"),
                 "round_ms_ci": one.point.round_ms_ci,
                 "against_first": ratio.as_dict() if ratio is not None else None,
             }
-            for one, ratio in self.by_engine
+            for one, _, ratio in self.by_engine
         ]
-        folders = zip(self.names, self.runs, strict=True)
         return {
-            "runs": [{"name": name, "folder": str(run.path)} for name, run in folders],
+            "runs": [{"name": name, "folder": str(run.path)} for name, run in self.runs.items()],
             "points": points,
             "comparisons": pairs,
             "engines": engines,
@@ -211,64 +221,54 @@ class SideBySide:
         return self.answers[0]
 
     @property
-    def tables(self) -> list[Table]:
-        """The tables of a report."""
-        columns = (Column("key"), *(Column(name) for name in self.names))
-        rows = tuple((key, *values) for key, values in self.differences.items())
-        title = "Differences in recipe and environment"
-        differences = Table("differences", title, columns, rows)
-        found = (_side_by_side(self), _engines(self), _pairs(self), differences)
-        return [table for table in found if table.rows]
+    def has_rates(self) -> bool:
+        """True if requests arrived at a rate in any of the runs."""
+        return any(one.point.load is not None for one in self.shown)
 
 
 def side_by_side(folders: Sequence[Path]) -> SideBySide:
     """Read and compare the runs in several folders. Raises the errors of `read_folder`."""
-    runs = [read_folder(folder) for folder in folders]
-    names = _names(folders)
-    shown = [one for name, run in zip(names, runs, strict=True) for one in _shown(name, run)]
+    found = [read_folder(folder) for folder in folders]
+    runs = dict(zip(_names(folders), found, strict=True))
+    shown = [one for name, run in runs.items() for one in _shown(name, run)]
     bests = [one for one in shown if one.is_best]
     pairs = []
     for level in sorted({one.point.level for one in bests}):
         ranked = [one for one in bests if one.point.level == level]
         ranked.sort(key=lambda one: -_worth(one.point))
-        pairs += [(one, other, ratio_of(one, other)) for one, other in combinations(ranked, 2)]
-    return SideBySide(names, runs, shown, pairs, _differing(runs), _by_engine(names, runs))
+        pairs += [Compared(*two, ratio_of(*two)) for two in combinations(ranked, 2)]
+    return SideBySide(runs, shown, pairs, _differing(runs.values()), _by_engine(runs))
 
 
-def _by_engine(
-    names: Sequence[str], runs: Sequence[ReportedRun]
-) -> list[tuple[Shown, Ratio | None]]:
+def _by_engine(runs: Mapping[str, ReportedRun]) -> list[Compared]:
     """Compare the points that different runs have at the same batch size (or request rate) and k.
 
     Points at the same setting form a group. Groups with points of only one run, and groups without
     a point from a server, are left out. Only the samples of prompts that the whole group shares are
-    kept. Return each point with its speed relative to the group's first point. The ratio is None
-    for the first point itself, and if the group shares no prompts.
+    kept. Each point is compared with the group's first point.
     """
     found: dict[tuple[tuple[float, int], int], list[Shown]] = defaultdict(list)
-    for name, run in zip(names, runs, strict=True):
+    for name, run in runs.items():
         samples = _samples(run)
         for p in run.points:
             if _is_valid(p) and (of := samples.get(_place(p))) is not None:
                 setting = setting_in_words(run, p)
                 found[p.level, p.k].append(Shown(name, "", setting, p, of, False))
-    rows: list[tuple[Shown, Ratio | None]] = []
+    rows = []
     for _, group in sorted(found.items()):
         if len({one.run for one in group}) > 1 and any(one.point.engine for one in group):
             common = set.intersection(*(set(one.samples) for one in group))
             group = [replace(one, samples={p: one.samples[p] for p in common}) for one in group]
-            rows += [
-                (one, ratio_of(one, group[0]) if place else None) for place, one in enumerate(group)
-            ]
+            first, *others = group
+            rows.append(Compared(first, first, None))
+            rows += [Compared(one, first, ratio_of(one, first)) for one in others]
     return rows
 
 
 def warnings_of(whole: SideBySide) -> list[str]:
     """Return the warnings of all runs, each prefixed with the run's name."""
     return [
-        f"{name}: {notice.message}"
-        for name, run in zip(whole.names, whole.runs, strict=True)
-        for notice in warnings(run)
+        f"{name}: {notice.message}" for name, run in whole.runs.items() for notice in warnings(run)
     ]
 
 
@@ -354,11 +354,7 @@ def _level_fields(point: Point) -> dict[str, Any]:
     return {"batch_size": point.batch_size or None, **given(request_rate=point.request_rate)}
 
 
-def _level(point: Point) -> str | int:
-    return point.batch_size if point.request_rate is None else point.level_in_words
-
-
-def _mean_time(point: Point) -> float | None:
+def mean_time(point: Point) -> float | None:
     """Return the mean time of a request in milliseconds; None without a request rate."""
     return point.number("e2el_ms", "mean") if point.load is not None else None
 
@@ -368,7 +364,7 @@ def _worth(point: Point) -> float:
     the mean time of a request."""
     if point.load is None:
         return point.speed
-    return 1.0 / found if (found := _mean_time(point)) else 0.0
+    return 1.0 / found if (found := mean_time(point)) else 0.0
 
 
 def _samples(run: ReportedRun) -> dict[tuple[Any, ...], dict[Prompt, Sample]]:
@@ -389,7 +385,7 @@ def _samples(run: ReportedRun) -> dict[tuple[Any, ...], dict[Prompt, Sample]]:
     return found
 
 
-def _differing(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
+def _differing(runs: Collection[ReportedRun]) -> dict[str, list[str]]:
     """Find the keys of recipes and environments that differ, with each run's value."""
     whole = []
     for run in runs:
@@ -402,44 +398,7 @@ def _differing(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
     return {key: row for key, row in rows.items() if len(set(row)) > 1}
 
 
-def _side_by_side(whole: SideBySide) -> Table:
-    rows = [(one, one.point, whole.against_first(one)) for one in whole.shown]
-    first = f"over {whole.names[0]}"
-    cells = [
-        Cell("run", lambda r: r[0].run),
-        Cell("point", lambda r: r[0].setting),
-        Cell("batch", lambda r: _level(r[1])),
-        Cell("prompts", lambda r: len(r[0].samples)),
-        Cell("decoding", lambda r: r[1].speed, "tokens/s", 1),
-        *[Cell("request", lambda r: _mean_time(r[1]), "ms", 1)][: _has_rates(whole)],
-        Cell("speed-up", lambda r: r[1].speedup, "×", 2),
-        Cell("95 % interval", lambda r: span(r[1].speedup_ci)),
-        Cell("tokens a round", lambda r: r[1].number("mean_acceptance_length"), "", 2),
-        Cell(first, lambda r: r[2] and r[2].speed_ratio, "×", 2),
-        Cell("95 % interval", lambda r: r[2] and r[2].ends_in_words),
-        Cell("text", lambda r: r[2] and r[2].texts_in_words),
-    ]
-    note = (
-        "Plain decoding, and each arm at its fastest point. Speed-up is over the run's own plain "
-        f"decoding; the ratio over {whole.names[0]} is over the same prompts, paired. Runs were "
-        "measured at different times: intervals are over prompts, and do not cover differences in "
-        f"the machine's speed between runs.{_BY_TIME if _has_rates(whole) else ''}"
-    )
-    strong = frozenset(i for i, one in enumerate(whole.shown) if one.is_best)
-    return table_of(("runs", "Side by side", note), rows, cells, strong)
-
-
-_BY_TIME = (
-    " At a request rate, each run's recommended point counts, overloaded points are left out, and "
-    "ratios are the inverse ratios of the mean times of the same requests (request ms)."
-)
-
-
-def _has_rates(whole: SideBySide) -> bool:
-    return any(one.point.load is not None for one in whole.shown)
-
-
-def _length_in_text(one: Shown) -> float | None:
+def length_in_text(one: Shown) -> float | None:
     """Return the mean acceptance length over a point's samples, or None if it is not known.
 
     A server may propose tokens past the end of a text. Such proposals are not counted, because our
@@ -449,47 +408,3 @@ def _length_in_text(one: Shown) -> float | None:
         return one.point.number("mean_acceptance_length")
     counted = in_text(one.samples.values())
     return counted.mean_acceptance_length if counted is not None else None
-
-
-def _engines(whole: SideBySide) -> Table:
-    def name_of(engine: EngineFacts | None) -> str:
-        return f"{engine.kind} {engine.version or ''}".strip() if engine else "specdec"
-
-    cells = [
-        Cell("run", lambda r: r[0].run),
-        Cell("engine", lambda r: name_of(r[0].point.engine)),
-        Cell("batch", lambda r: _level(r[0].point)),
-        Cell("k", lambda r: r[0].point.k),
-        Cell("prompts", lambda r: len(r[0].samples)),
-        Cell("tokens a round", lambda r: _length_in_text(r[0]), "", 2),
-        Cell("decoding", lambda r: r[0].point.speed, "tokens/s", 1),
-        Cell("95 % interval", lambda r: span(r[0].point.decode_tokens_per_second_ci)),
-        Cell("round", lambda r: r[0].point.number("round_ms"), "ms", 2),
-        Cell("95 % interval", lambda r: span(r[0].point.round_ms_ci)),
-        Cell("over the first", lambda r: r[1] and r[1].speed_ratio, "×", 2),
-        Cell("95 % interval", lambda r: r[1] and r[1].ends_in_words),
-        Cell("text", lambda r: r[1] and r[1].texts_in_words),
-    ]
-    note = (
-        "The same k and batch size on several engines, over common prompts. Tokens a round count "
-        "only tokens within the texts. The client measures the times of servers."
-    )
-    return table_of(("engines", "Engines", note), whole.by_engine, cells)
-
-
-def _pairs(whole: SideBySide) -> Table:
-    rows = [(one, other, ratio) for one, other, ratio in whole.pairs if ratio is not None]
-    cells = [
-        Cell("run", lambda r: r[0].run),
-        Cell("point", lambda r: r[0].setting),
-        Cell("against", lambda r: r[1].run),
-        Cell("its point", lambda r: r[1].setting),
-        Cell("batch", lambda r: _level(r[0].point)),
-        Cell("prompts", lambda r: r[2].num_prompts),
-        Cell("ratio of speeds", lambda r: r[2].speed_ratio, "×", 2),
-        Cell("95 % interval", lambda r: span(r[2].speed_ratio_ci)),
-        Cell("verdict", lambda r: r[2].verdict),
-    ]
-    note = "Each run at its fastest point, the faster one first; speeds over common prompts."
-    note += _BY_TIME if _has_rates(whole) else ""
-    return table_of(("pairs", "Best against best", note), rows, cells)

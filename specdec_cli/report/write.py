@@ -18,6 +18,7 @@ from specdec_cli.report.export import (
 )
 from specdec_cli.report.page import page, rendered
 from specdec_cli.report.plots import PICTURES, Plot, drawing, plots
+from specdec_cli.report.run_tables import run_tables
 from specdec_cli.report.runs import SideBySide, warnings_of
 
 USUAL = ("html", "png", "csv", "md", "vllm")
@@ -66,17 +67,22 @@ def write_runs(whole: SideBySide, folder: Path, formats: Collection[str]) -> lis
             conclusion=" ".join(whole.answers),
         )
     drawn = [plot] if plot is not None else []
-    files: dict[str, str] = {}
+    files, tables = dict[str, str](), run_tables(whole)
     if "html" in formats:
         title = f"specdec: {', '.join(whole.names)}"
         files["report.html"] = rendered(
-            "runs.html.j2", whole=whole, plots=drawn, title=title, warnings=warnings_of(whole)
+            "runs.html.j2",
+            whole=whole,
+            tables=tables,
+            plots=drawn,
+            title=title,
+            warnings=warnings_of(whole),
         )
     if "md" in formats:
         files["report.md"] = runs_markdown(whole, warnings_of(whole))
     for form, text_of in (("csv", csv_of), ("tex", latex_of)):
         if form in formats:
-            files |= {f"{table.name}.{form}": text_of(table) for table in whole.tables}
+            files |= {f"{table.name}.{form}": text_of(table) for table in tables}
     return _written(folder, files, drawn)
 
 

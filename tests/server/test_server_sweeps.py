@@ -21,6 +21,7 @@ from specdec_cli.errors import UsageError
 from specdec_cli.recipe.choices.registry import METHODS
 from specdec_cli.report.findings import warnings
 from specdec_cli.report.folder import read_folder
+from specdec_cli.report.run_tables import run_tables
 from specdec_cli.report.runs import side_by_side
 from tests.cli.generate_helpers import Result
 from tests.cli.sweep_helpers import gain, samples, specdec, stopped_sweep
@@ -91,7 +92,7 @@ def test_a_sweep_over_servers(capsys: pytest.CaptureFixture[str], tmp_path: Path
     table = next((tmp_path / "run").rglob("points.csv")).read_text().splitlines()
     heading, row = (line.split(",") for line in table[:2])
     runs = [tmp_path / "run", shutil.copytree(tmp_path / "run", tmp_path / "copy")]
-    (engines,) = [t for t in side_by_side(runs).tables if t.name == "engines"]
+    (engines,) = [t for t in run_tables(side_by_side(runs)) if t.name == "engines"]
     titles = [column.title for column in engines.columns]
     assert [r[titles.index("k")] for r in engines.rows] == [0, 0, 2, 2, 4, 4]
     lengths = [r[titles.index("tokens a round")] for r in engines.rows]
@@ -110,7 +111,7 @@ def test_a_sweep_over_servers(capsys: pytest.CaptureFixture[str], tmp_path: Path
     samples = (some_prompts / "samples.jsonl").read_text().splitlines(keepends=True)
     left = [line for line in samples if json.loads(line)["index"] != 0]
     (some_prompts / "samples.jsonl").write_text("".join(left))
-    both = side_by_side([tmp_path / "run", some_prompts]).tables
+    both = run_tables(side_by_side([tmp_path / "run", some_prompts]))
     (engines,) = [t for t in both if t.name == "engines"]
     lengths = [r[titles.index("tokens a round")] for r in engines.rows]
     assert lengths[::2] == lengths[1::2], "over the prompts that both have"

@@ -12,6 +12,7 @@ from specdec_cli.experiment.load.goodput import ratio_interval
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.report.cells import rows_of
 from specdec_cli.report.drawings.rows import draw_runs
+from specdec_cli.report.run_tables import run_tables
 from specdec_cli.report.runs import Ratio, SideBySide, side_by_side
 from tests.report_helpers import DRAFT, RECIPE, sample_record, sweep_points, write_folder
 
@@ -188,7 +189,7 @@ def test_runs_at_a_rate_are_compared_by_the_time_of_their_requests(tmp_path: Pat
     assert ratio.speed_ratio_ci == pytest.approx(ratio_interval(*times))
     told = "b (k = 2 with draft-1b) is 1.52× as fast as a (k = 2 with draft-1b) by the mean time of"
     assert whole.headline.startswith(f"{told} a request over 40 common requests at 4 requests/s (")
-    table = next(table for table in whole.tables if table.name == "runs")
+    table = next(table for table in run_tables(whole) if table.name == "runs")
     assert "request" in [column.title for column in table.columns] and "inverse" in table.note
     other_seed = side_by_side([tmp_path / "b", loaded(tmp_path / "c", seed=1)])
     assert other_seed.headline.endswith(
