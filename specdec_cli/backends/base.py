@@ -104,6 +104,8 @@ class Prepared:
     proposer: the name of the draft, or of the method if it needs no draft; None if the run
         proposes no tokens.
     draft_max_len: the draft's context length in tokens; None without a draft.
+    ahead: the number of positions past a text's end that the draft's passes write; see
+        `methods.base.Proposer.ahead`.
     device: a torch device, or another object with a `type`.
     device_name: the name of the GPU, or else the device's type.
     random_roles: the roles ("target", "draft") whose models have random weights.
@@ -132,6 +134,7 @@ class Prepared:
     generation_config: dict[str, Any]
     eos_ids: frozenset[int] = frozenset()
     draft_max_len: int | None = None
+    ahead: int = 0
     num_ranks: int = 1
     random_roles: frozenset[str] = frozenset()
     has_experts: bool = False

@@ -162,6 +162,7 @@ def prepared(plan: Plan) -> Prepared:
         generation_config=generation_config(target.place),
         eos_ids=target.eos_ids,
         draft_max_len=None if draft is None else draft.max_len,
+        ahead=0 if draft is None else draft.passes(plan.k).ahead,
         num_ranks=plan.parallel.size,
         random_roles=frozenset(m.spec.role for m in plan.models if m.spec.load_format == "dummy"),
         has_experts=target.has_experts,

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from specdec_cli.core.kv_cache import BlockAllocator
-from specdec_cli.core.types import Sequence
+from specdec_cli.core.types import Sequence, cached_positions
 
 
 @dataclass(slots=True, eq=False)
@@ -138,17 +138,7 @@ class Scheduler:
         return length
 
     def _most(self, seq: Sequence) -> int:
-        """Return the maximum number of tokens for which the sequence ever needs cache blocks.
-
-        This is one less than `max_tokens`, since the keys and values of the last token are never
-        needed. It can be more if the proposer writes up to `ahead` positions past the text: the
-        last round with proposals starts at `max_tokens - 2` tokens, and its writes may end `ahead`
-        positions later, but not past the draft's context length.
-        """
-        length = seq.max_tokens - 1
-        if self.ahead:
-            length = max(length, min(length - 1 + self.ahead, self.draft_max_len))
-        return length
+        return cached_positions(seq.max_tokens, self.ahead, self.draft_max_len)
 
     def _length_ahead(self, seq: Sequence, ahead: int) -> int:
         """Return the maximum number of tokens for which the sequence may need cache blocks in its

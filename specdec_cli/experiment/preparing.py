@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec_cli.backends.base import Prepared
+from specdec_cli.core.types import cached_positions
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.generation import Job, Output
 from specdec_cli.experiment.load.arrivals import process_of
@@ -199,24 +200,35 @@ def few_prompts(count: int) -> list[Notice]:
     return [Notice("few_prompts", told, {"num_prompts": count})]
 
 
-def too_long(job: Job, count: int | None = None) -> list[Notice]:
-    """Return a warning if some prompts are too long for the context or, with their new tokens, for
-    the recipe's number of blocks. These fail when their turn comes, which may be hours later.
+def too_long(jobs: Sequence[Job], count: int | None = None) -> list[Notice]:
+    """Return a warning if some prompts are too long for the context or, with their new tokens and
+    the proposals of a draft, for the recipe's number of blocks. These fail when their turn comes,
+    which may be hours later.
 
+    jobs: the same prompts with each draft.
     count: how many of the first prompts run; None for all.
     """
+    job = jobs[0]
     plan, cache = job.plan, job.plan.recipe.cache
     context, new = plan.max_model_len, plan.params.max_new_tokens
     blocks = cache.num_blocks if job.backend.is_native else None
-    room = context if blocks is None else (blocks - 1) * cache.block_size
+    drafts = {(one.plan.ahead, one.plan.draft_max_len or 0) for one in jobs}
+
+    def fits(n: int) -> bool:
+        if n >= context or blocks is None:
+            return n < context
+        most = max(cached_positions(min(n + new, context), *draft) for draft in drafts)
+        return most <= (blocks - 1) * cache.block_size
+
     lengths = [len(ids) for ids in job.token_ids[:count]]
-    # The last token needs no room in the cache.
-    outside = [n for n in lengths if n >= context or min(n + new, context) - 1 > room]
+    outside = [n for n in lengths if not fits(n)]
     if not outside:
         return []
     longest, limit = max(outside), f"the context has {context}"
     if longest < context:
-        limit = f"with up to {new} new ones they exceed {blocks} blocks of {cache.block_size}"
+        block = " and a draft's block" if any(ahead for ahead, _ in drafts) else ""
+        limit = f"with up to {new} new ones{block} they exceed {blocks} blocks of "
+        limit += f"{cache.block_size}"
     few = f"{len(outside)} of {counted(len(lengths), 'prompt')} cannot run"
     told = f"{few}: the longest has {longest} tokens, and {limit}: leave long prompts out"
     evidence = {"prompts": len(outside), "num_prompts": len(lengths), "longest": longest}

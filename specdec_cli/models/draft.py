@@ -39,12 +39,14 @@ class Passes:
     rows: the number of tokens per sequence in each of them.
     in_prompt: the number of passes over a prompt.
     parts: the number of equal parts of the draft, of which each pass runs one.
+    ahead: as returned by `Proposer.ahead`.
     """
 
     count: int
     rows: int = 1
     in_prompt: int = 1
     parts: int = 1
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdec_cli.backends import native
 from specdec_cli.core.batch import Rectangle, padded_batch
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.build import build
 from specdec_cli.engine.plan import Plan
 from specdec_cli.errors import ExitCode, SetupError, UsageError
+from specdec_cli.experiment.generation import Job
+from specdec_cli.experiment.preparing import too_long
 from specdec_cli.models.heads.dflash.config import read_dflash_config
 from specdec_cli.models.heads.dflash.head import MarkovHead
 from specdec_cli.models.heads.paged import PagedHead
@@ -373,12 +376,15 @@ def test_dummy_weights_and_given_acceptance(pairs: dict[str, Pair], kind: str) -
 
 
 def test_blocks_need_room_near_the_end(pairs: dict[str, Pair]) -> None:
-    """The last rounds propose fewer tokens than their blocks have rows."""
+    """The last rounds propose fewer tokens than their blocks have rows. A plan tells before the run
+    which prompts do not fit."""
     # The last round that proposes begins with 27 of 29 tokens: its block ends with the 31st.
     assert len(PROMPTS[0]) + NEW_TOKENS == 29 and K == 4
     for blocks, reason in ((9, "length"), (8, "error")):
-        seqs = run(planned(pairs["z-lab"], cache__num_blocks=blocks), PROMPTS[:1])
-        assert seqs[0].finish_reason == reason
+        plan = planned(pairs["z-lab"], cache__num_blocks=blocks)
+        assert run(plan, PROMPTS[:1])[0].finish_reason == reason
+        job = Job(native, native.prepared(plan), [], [tuple(PROMPTS[0])])
+        assert bool(too_long([job])) == (reason == "error")
 
 
 @pytest.mark.parametrize("kind", ["z-lab", "vanilla"])

@@ -221,7 +221,7 @@ def warnings_of(plan: ComparisonPlan) -> list[Notice]:
     job = plan.job
     if (short := draft_context_warning(job.plan, job.token_ids[: max(counts)])) is not None:
         found.append(Notice("draft_context", short, {"draft": plan.settings.draft}))
-    found += too_long(job, max(counts))
+    found += too_long([job], max(counts))
     return [*found, *plan.notices, *few_prompts(min(counts))]
 
 

@@ -134,7 +134,7 @@ def plan_sweep(
         shard=shard,
     )
     # Warnings are about the prompts of all shards, so that each shard has the same warnings.
-    found = [*prompts.notices, *warnings_of_job(jobs[0], prompts.chat), *too_long(jobs[0])]
+    found = [*prompts.notices, *warnings_of_job(jobs[0], prompts.chat), *too_long(jobs)]
     for job in jobs:
         if (short := draft_context_warning(job.plan, job.token_ids)) is not None:
             name = job.plan.proposer

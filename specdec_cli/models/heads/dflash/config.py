@@ -114,7 +114,8 @@ class DFlashConfig(HeadConfig):
         return [*own, *self.key_values()]
 
     def passes(self, k: int) -> Passes:
-        return Passes(1, self.rows_for(k))
+        rows = self.rows_for(k)
+        return Passes(1, rows, ahead=rows - 1)
 
     def renamed(self, name: str) -> str | None:
         own = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
