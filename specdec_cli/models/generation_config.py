@@ -11,6 +11,7 @@ from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.config_file import json_object
 from specdec_cli.models.resolve import model_place
 from specdec_cli.recipe import Recipe, SamplingSection
+from specdec_cli.recipe.fields import MAX_COUNT
 from specdec_cli.text import of_many, shown
 
 FILE, CONFIG = "generation_config.json", "config.json"
@@ -116,7 +117,7 @@ def with_sampling(recipe: Recipe) -> Recipe:
     draw = _DRAW if stored.get("do_sample") else {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
     taken = {**_PROCESSING, **draw, **recommended(stored)}
     try:
-        checked = SamplingSection.model_validate(taken)
+        checked = SamplingSection.model_validate({**taken, "max_new_tokens": MAX_COUNT})
     except ValidationError as error:
         keys = of_many([str(found["loc"][0]) for found in error.errors()], "value")
         told = f"{file_of(stored)} of {target.model}: cannot be used: {keys}"
@@ -127,6 +128,12 @@ def with_sampling(recipe: Recipe) -> Recipe:
         raise UsageError(
             f"sampling.from is model, but the recipe has values of its own: {in_words(differing)}",
             "leave out either",
+        )
+    if checked.min_new_tokens > asked.max_new_tokens:
+        raise UsageError(
+            f"sampling.from is model, and {file_of(stored)} of {target.model} has min_new_tokens "
+            f"{checked.min_new_tokens}, but sampling.max_new_tokens is {asked.max_new_tokens}",
+            f"pass --max-new-tokens {checked.min_new_tokens} or more",
         )
     return recipe.model_copy(
         update={"sampling": asked.model_copy(update={**values, "source": "recipe"})}

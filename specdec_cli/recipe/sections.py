@@ -184,6 +184,14 @@ class SamplingSection(Section):
     ignore_eos: Truth = entry(False, "continue past the end-of-text token")
     stop: tuple[Words, ...] = entry((), "stop strings: texts that end an output")
 
+    @model_validator(mode="after")
+    def _least_is_no_more_than_most(self) -> Self:
+        least, most = self.min_new_tokens, self.max_new_tokens
+        if least > most:
+            told = f"should be at most sampling.max_new_tokens ({most}), not {least}"
+            raise PydanticCustomError("least", "{told}", {"key": "min_new_tokens", "told": told})
+        return self
+
 
 class CacheSection(Section):
     """The KV cache, whose blocks both models share."""

@@ -124,6 +124,13 @@ def test_minutes_choose_a_size_that_fits(
 Capture = pytest.CaptureFixture[str]
 
 
+@pytest.mark.usefixtures("slow_machine")
+def test_minutes_keep_the_fewest_tokens_that_the_recipe_asks_for(capsys: Capture) -> None:
+    for least, few in ((0, 64), (70, 70)):
+        asked = ("--set", f"sampling.min_new_tokens={least}", "--minutes", "1")
+        assert planned(capsys, *asked)["recipe"]["sampling"]["max_new_tokens"] == few
+
+
 @pytest.fixture
 def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Speeds at which some of the bundled prompts fit into a minute."""

@@ -241,6 +241,10 @@ class FakeServer:
         else:
             sent, params = list(body["prompt"]), body
             most, salt = body["max_tokens"], body.get("cache_salt")
+        least = params.get("min_new_tokens", params.get("min_tokens", 0))
+        if least > most:  # as both servers do
+            words = {"error": {"message": f"the minimum of {least} exceeds {most}"}}
+            return web.json_response(words, status=400)
         most = min(most, self.faults.most or most) + self.faults.beyond
         of = self.faults.bos_of
         prompt = ([1] * self.faults.bos if of in (None, len(sent)) else []) + sent

@@ -5,6 +5,7 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -460,7 +461,7 @@ def test_no_more_is_asked_for_than_the_context_holds(dialect: str) -> None:
     """Servers refuse a request that could exceed it. SGLang's EAGLE keeps k + 1 tokens of it."""
     server = FakeServer(dialect, k=3)
     with session_of(server, context=16) as ask:
-        answers = ask(2)
+        answers = ask(2, replace(PARAMS, min_new_tokens=PARAMS.max_new_tokens))
     asked = [w.body if dialect == "vllm" else w.body["sampling_params"] for w in server.written]
     name = "max_tokens" if dialect == "vllm" else "max_new_tokens"
     most = [11, 10] if dialect == "vllm" else [7, 6]

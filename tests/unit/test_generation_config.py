@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from specdec_cli.backends.base import Prepared
 from specdec_cli.core.types import SamplingParams
-from specdec_cli.errors import SpecdecError
+from specdec_cli.errors import SpecdecError, UsageError
 from specdec_cli.experiment.preparing import other_sampling
 from specdec_cli.models.generation_config import (
     _UNSUPPORTED,
@@ -120,6 +120,14 @@ def test_old_models_have_the_keys_in_their_config(
 def test_a_value_that_is_the_models_too_is_no_contradiction(tmp_path: Path) -> None:
     found = with_sampling(recipe(tmp_path, QWEN, temperature=0.6, max_new_tokens=7))
     assert found.sampling.top_k == 20 and found.sampling.max_new_tokens == 7
+
+
+def test_fewest_tokens_that_exceed_the_most(tmp_path: Path) -> None:
+    assert with_sampling(recipe(tmp_path, CODER, max_new_tokens=3)).sampling.min_new_tokens == 3
+    with pytest.raises(UsageError, match=r"has min_new_tokens 3, but sampling.max_new_tokens is 2"):
+        with_sampling(recipe(tmp_path, CODER, max_new_tokens=2))
+    with pytest.raises(UsageError, match=r"has min_new_tokens 300, but .* is 256"):
+        with_sampling(recipe(tmp_path, {"min_new_tokens": 300}))
 
 
 @pytest.mark.parametrize(

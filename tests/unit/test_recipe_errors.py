@@ -180,6 +180,8 @@ MALFORMED: dict[str, tuple[str | bytes, int, str]] = {
     "length-short": (PAIR + "speculation: {synthetic_acceptance_length: 0.5}\n", 3, "greater than or equal to 1, not 0.5"),
     "ngram-zero": (GOOD + "speculation: {ngram_min: 0}\n", 2, "greater than or equal to 1, not 0"),
     "system-without-chat": (GOOD + "data:\n  path: p\n  chat: off\n  system: s\n", 5, "data.system: needs the chat template"),
+    "least-above-most": (GOOD + "sampling:\n  min_new_tokens: 9\n  max_new_tokens: 8\n", 3, "sampling.min_new_tokens: should be at most sampling.max_new_tokens (8), not 9"),
+    "least-above-default": (GOOD + "sampling: {min_new_tokens: 257}\n", 2, "at most sampling.max_new_tokens (256), not 257"),
     # Files that are something else, or not quite YAML
     "json-lines": ('{"prompt": "a"}\n{"prompt": "b"}\n', 2, "not valid YAML"),
     "csv": ("a,b\n1,2\n", 1, "a recipe is a mapping of sections"),

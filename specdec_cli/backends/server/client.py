@@ -256,7 +256,9 @@ class Client:
         )
 
     async def _attempt(self, answer: Answer) -> None:
-        params = replace(self.params, max_new_tokens=self.most_new(answer.request))
+        most = self.most_new(answer.request)
+        least = min(self.params.min_new_tokens, most)  # servers refuse a larger minimum
+        params = replace(self.params, max_new_tokens=most, min_new_tokens=least)
         path, body = self.dialect.body(self.facts, answer.request, params, secrets.token_hex(8))
         url = self.facts.url + path
         async with self.http.post(url, json=body, allow_redirects=False) as response:

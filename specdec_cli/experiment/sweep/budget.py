@@ -60,20 +60,21 @@ def fitting(plan: SweepPlan, seconds: float) -> Fit:
 def _sizes(plan: SweepPlan) -> Iterator[Fit]:
     recipe = plan.recipe
     prompts, repeats = plan.num_prompts, recipe.run.repeats
-    tokens = recipe.sampling.max_new_tokens
+    tokens, least = recipe.sampling.max_new_tokens, recipe.sampling.min_new_tokens
+    few_tokens, usual_tokens = max(_FEWEST_TOKENS, least), max(_USUAL_TOKENS, least)
     fewest = max(_FEWEST_PROMPTS, *plan.settings.batch_sizes)  # fewer cannot fill the largest batch
     while repeats > 1:
         yield Fit(prompts, tokens, repeats)
         repeats -= 1
-    while tokens > _USUAL_TOKENS:
+    while tokens > usual_tokens:
         yield Fit(prompts, tokens, 1)
-        tokens = max(_USUAL_TOKENS, tokens // 2)
+        tokens = max(usual_tokens, tokens // 2)
     while prompts > fewest:
         yield Fit(prompts, tokens, 1)
         prompts = max(fewest, prompts * 9 // 10)
-    while tokens > _FEWEST_TOKENS:
+    while tokens > few_tokens:
         yield Fit(prompts, tokens, 1)
-        tokens = max(_FEWEST_TOKENS, tokens // 2)
+        tokens = max(few_tokens, tokens // 2)
     yield Fit(prompts, tokens, 1)
 
 
