@@ -254,7 +254,7 @@ def test_a_finished_comparison_starts_nothing_on_resume(
     other = specdec(capsys, *again, "-k", "2")
     assert other.code == 2 and "num_speculative_tokens is 4 there and 2 now" in other.err
     fewer = specdec(capsys, *again, "--target-tp", "1")
-    assert fewer.code == 2 and "target_tps is [1, 2] there and [1] now" in fewer.err
+    assert fewer.code == 2 and "--target-tp is 1,2 there and 1 now" in fewer.err
 
 
 def test_a_document_has_the_settings_of_its_folder(

@@ -165,8 +165,11 @@ def test_what_cannot_go_on(
     for changed, key in (
         ([*GIVEN, "--seed", "3"], "run.seed is 0 there and 3 now"),
         ([*GIVEN, "--temperature", "0.5"], "sampling.temperature is 0.0 there"),
-        ([*GIVEN, "--set", "target.weights=dequantise"], "target.weights_as is null there"),
-        ([*GIVEN, "--prompt", "another"], "prompts.count is 5 there and 6 now"),
+        (
+            [*GIVEN, "--set", "target.weights=dequantise"],
+            "target.weights is auto there and dequantise now",
+        ),
+        ([*GIVEN, "--prompt", "another"], "the number of prompts is 5 there and 6 now"),
         (
             [*prompt_options(*"abcde"), *SHORT],
             "prompts.sha256 differs: the prompts differ from the folder's",

@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from specdec_cli.experiment.sweep.merge import merge_folders
 from specdec_cli.report.cells import Column
 from specdec_cli.report.content import Content
 from specdec_cli.report.folder import read_folder
+from specdec_cli.text import digest
 
 SPAN = Column("95 % interval")
 RUNS = Path(__file__).parent.parent / "runs"
@@ -84,6 +86,31 @@ def test_a_folder_s_points_are_those_of_its_samples(tmp_path: Path) -> None:
         assert found[name] == old[name], name
     samples = (new / "samples.jsonl").read_text().splitlines()
     assert sorted(samples) == sorted((RUNS / "sweep" / "samples.jsonl").read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"ks": [0, 2]}, "--k is 0,2 and 0,1"),
+        ({"batch_sizes": [2, 3]}, "--batch-size is 2,3 and "),
+        ({"prompts": {"sha256": "x"}}, "the prompts differ"),
+        ({"predict_only": True}, "--predict-only is true and false"),
+    ],
+)
+def test_sweeps_that_differ_are_not_merged(
+    changed: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "other" / "settings.json"
+    shutil.copytree(RUNS / "sweep", file.parent)
+    stored = json.loads(file.read_text())
+    for key, value in changed.items():
+        own = stored["settings"]
+        own[key] = own[key] | value if isinstance(value, dict) else value
+    stored["hash"] = digest(stored["settings"])
+    file.write_text(json.dumps(stored))
+    with pytest.raises(UsageError) as refused:
+        merge_folders([RUNS / "sweep", file.parent], tmp_path / "whole")
+    assert f"belong to different sweeps: {told}" in refused.value.message
 
 
 def test_merged_folders_tell_what_their_runs_logged(tmp_path: Path) -> None:

@@ -205,10 +205,11 @@ def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, An
     def error(typed: Collection[str]) -> OtherSettings | None:
         if (found := settings_difference(theirs, ours, typed)) is None:
             return None
-        told = f"{found.key} is {to_json(found.theirs)} there and {to_json(found.ours)} now"
+        was, is_now = (value_in_words(found.key, one) for one in (found.theirs, found.ours))
+        told = f"{key_in_words(found.key)} is {was} there and {is_now} now"
         hint = "--resume -o DIR alone uses the folder's settings; name another folder for a new run"
-        if found.key in _DIGESTS:
-            told = f"{found.key} differs: {_DIGESTS[found.key]}"
+        if found.key in DIGESTS:
+            told = f"{found.key} differs: {DIGESTS[found.key]} differ from the folder's"
         are_chosen = any(one in ("recipe", "prompts") or one.startswith("data") for one in typed)
         if found.key.startswith("prompts.") and not are_chosen:
             hint = (
@@ -225,7 +226,8 @@ def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, An
             names = [found.theirs] if isinstance(found.theirs, str) else found.theirs
             spelled = shlex.join(part for name in names for part in ("--draft", name))
             hint = f"it is the same model, but records use its name: pass {spelled}"
-        others = f"; others: {', '.join(found.others)}" if found.others else ""
+        others = ", ".join(map(key_in_words, found.others))
+        others = f"; others: {others}" if others else ""
         told = f"{path} contains a {what} with different settings: {told}{others}"
         return OtherSettings(told, hint, lambda typed: error(typed) or UsageError(told, hint))
 
@@ -316,13 +318,41 @@ class Difference:
     others: tuple[str, ...] = field(default=(), compare=False)
 
 
-# The values of these keys are hashes, which tell users nothing. Messages show these texts instead.
-_DIGESTS = {
-    "prompts.sha256": "the prompts differ from the folder's",
-    "prompts.categories": "the prompts' categories differ from the folder's",
-}
+# The values of these keys are hashes, which tell users nothing. Messages name what was hashed.
+DIGESTS = {"prompts.sha256": "the prompts", "prompts.categories": "the prompts' categories"}
 _PLUGIN = "plugins.files."
 _MOST_OTHERS = 4
+# The words for settings whose keys are in no recipe. Other settings have their keys in the recipe.
+_WORDS = {
+    "batch_size": "--batch-size",
+    "batch_sizes": "--batch-size",
+    "batches": "--batches",
+    "draft": "--draft",
+    "draft.weights_as": "draft.weights",
+    "draft_tps": "--draft-tp",
+    "drafts": "--draft",
+    "ks": "--k",
+    "predict_only": "--predict-only",
+    "prompts.count": "the number of prompts",
+    "shard": "--shard",
+    "target.weights_as": "target.weights",
+    "target_tps": "--target-tp",
+}
+
+
+def key_in_words(key: str) -> str:
+    """Name a setting for messages: by its option, or by its key in the recipe."""
+    return _WORDS.get(key, key)
+
+
+def value_in_words(key: str, value: Any) -> str:
+    """Write the value of a setting for messages: as an option takes it, or else as JSON."""
+    if key not in _WORDS or isinstance(value, bool):
+        return to_json(value)
+    parts = value if isinstance(value, list) else [value]
+    between = "/" if key == "shard" else ","
+    told = between.join(str(one) for one in parts if one is not None)
+    return text.inert(told) or ("auto" if key.endswith("weights_as") else "none")
 
 
 def settings_difference(

@@ -13,10 +13,13 @@ from specdec_cli.experiment.folders.record_lines import json_of, to_json
 from specdec_cli.experiment.folders.records import CurvePart, Key, Point, Sample, Stretch
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.settings_file import (
+    DIGESTS,
+    key_in_words,
     read_json,
     read_warnings,
     settings_difference,
     unsaid,
+    value_in_words,
     write_settings,
 )
 from specdec_cli.experiment.forecasts import ReplayText
@@ -54,8 +57,11 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
         named = replace(settings, shard=None, drafts=whole.drafts)
         found = settings_difference(whole.as_dict(), named.as_dict())
         if found is not None:
-            told = f"{found.key} is {found.ours!r} and {found.theirs!r}"
-            if found.same_name:
+            own, first = (value_in_words(found.key, one) for one in (found.ours, found.theirs))
+            told = f"{key_in_words(found.key)} is {own} and {first}"
+            if found.key in DIGESTS:
+                told = f"{DIGESTS[found.key]} differ"
+            elif found.same_name:
                 told = f"{found.key}: the weights differ ({found.ours!r})"
             raise UsageError(f"{path} and {paths[0]} belong to different sweeps: {told}")
     records = SweepRecords()
