@@ -123,7 +123,7 @@ def refuse_unfit(plan: Prepared, ks: Sequence[int]) -> None:
     if plan.remark is not None:
         rule = plan.recipe.speculation.acceptance
         raise UsageError(
-            f"--check-lossless: acceptance is {rule}: {plan.remark}",
+            f"--check-lossless: speculation.acceptance is {rule}: {plan.remark}",
             "leave the option out, or use --set speculation.acceptance=rejection",
         )
 

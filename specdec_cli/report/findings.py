@@ -16,8 +16,6 @@ from specdec_cli.experiment.sweep.recommend import in_words
 from specdec_cli.recipe.choices.registry import is_given
 from specdec_cli.report.folder import ReportedRun
 
-# `warnings` leaves out a run's own warnings that begin like this, because it rewords them.
-_SAID_ABOVE = ("acceptance is synthetic: times", "the weights are random")
 _UNTESTED = "This is the fastest point so far; ties were not tested."
 _speed = attrgetter("speed")
 
@@ -364,7 +362,9 @@ def warnings(run: ReportedRun) -> list[Notice]:
         )
         if not run.is_comparison and run.has_samples:
             told[-1] += f" `specdec merge {run.path} -o NEW` computes points from all its samples."
-    if is_given(run.setting("speculation", "acceptance")):
+    recorded = run.summary.warnings
+    is_said = any(one.code == "acceptance_rule" for one in recorded)
+    if is_given(run.setting("speculation", "acceptance")) and not is_said:
         told.append("Acceptance was given, not measured: the text is not the target's.")
     if "dummy" in (run.setting("target", "load_format"), run.setting("draft", "load_format")):
         told.append(
@@ -372,6 +372,6 @@ def warnings(run: ReportedRun) -> list[Notice]:
         )
     return [
         *(Notice("report", one) for one in told),
-        *(one for one in run.summary.warnings if not one.message.startswith(_SAID_ABOVE)),
+        *(one for one in recorded if one.code != "random_weights"),  # it is reworded above
         *(Notice("damaged", note) for note in run.notes),
     ]

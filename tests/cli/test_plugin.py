@@ -406,7 +406,7 @@ def test_the_pages_rule_through_sweep_and_report_stays_labelled(
     texts = {one["k"]: one["token_ids"] for one in samples}
     assert texts[0] != texts[2]
     assert not found.document["tokens"]["compared"]
-    said = "acceptance is likely: any of the target's likeliest tokens stands"
+    said = "speculation.acceptance is likely: any of the target's likeliest tokens stands"
     assert said in [one["message"] for one in found.document["warnings"]]
     assert specdec(capsys, "report", folder).code == 0
     assert "likeliest tokens stands" in (folder / "report.html").read_text()
@@ -895,7 +895,7 @@ def test_a_rule_is_lossy_unless_it_says_otherwise(
     found = specdec(capsys, "generate", "demo", *SHORT, *chosen, "--temperature", str(temperature))
     assert found.code == 2
     message = json.loads(found.out)["error"]["message"]
-    assert message == f"--check-lossless: acceptance is mine: {said}"
+    assert message == f"--check-lossless: speculation.acceptance is mine: {said}"
 
 
 def test_a_rule_that_says_that_it_is_lossless_has_no_label(tmp_path: Path) -> None:

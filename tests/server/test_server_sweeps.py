@@ -246,7 +246,7 @@ def test_a_running_server_accepts_by_its_own_rule(
     with running(server):
         document = swept(capsys, *words, *urls(server))
     told = [one["message"] for one in document["warnings"] if one["code"] == "acceptance_rule"]
-    start = "acceptance is synthetic: a running server accepts as it was started"
+    start = "speculation.acceptance is synthetic: a running server accepts as it was started"
     assert [one.startswith(start) for one in told] == [True] * is_told
     assert (start in str(warnings(read_folder(tmp_path)))) == is_told
 

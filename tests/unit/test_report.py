@@ -285,6 +285,11 @@ def test_synthetic_and_dummy_are_said(tmp_path: Path) -> None:
     content = read(write_folder(tmp_path, sweep_points(batch_sizes=(1,)), recipe=recipe))
     assert "Acceptance was given, not measured" in content.warnings[0]
     assert "The weights are random" in content.warnings[1]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    codes = ("acceptance_rule", "random_weights", "random_routers")
+    summary["warnings"] = [{"code": one, "message": one, "evidence": {}} for one in codes]
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert read(tmp_path).warnings == [content.warnings[1], "acceptance_rule", "random_routers"]
 
 
 # Folders cut short
@@ -903,12 +908,11 @@ def test_what_is_faster_by_chance_is_not_called_slower(tmp_path: Path) -> None:
 def test_the_runs_own_warnings_are_told(tmp_path: Path) -> None:
     write_folder(tmp_path, sweep_points(ks=(0, 1), batch_sizes=(1,), drafts=ONE_DRAFT))
     summary = json.loads((tmp_path / "summary.json").read_text())
-    told = "3 points lack prompts", "acceptance is synthetic: times are measured"
-    summary["warnings"] = [{"code": "x", "message": one, "evidence": {}} for one in told]
-    summary["warnings"].append({"code": "y"})
+    told = "3 points lack prompts"
+    summary["warnings"] = [{"code": "x", "message": told, "evidence": {}}, {"code": "y"}]
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    damaged = "summary.json, warning 3 is not a record (it has no message): left out"
-    assert read(tmp_path).warnings == ["3 points lack prompts", damaged]
+    damaged = "summary.json, warning 2 is not a record (it has no message): left out"
+    assert read(tmp_path).warnings == [told, damaged]
 
 
 def test_counts_are_whole_numbers(sweep: Content) -> None:

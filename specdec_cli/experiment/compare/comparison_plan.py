@@ -213,7 +213,8 @@ def warnings_of(plan: ComparisonPlan) -> list[Notice]:
         found.append(Notice("random_weights", told))
     if (remark := plan.job.plan.remark) is not None:
         rule = plan.recipe.speculation.acceptance
-        found.append(Notice("acceptance_rule", f"acceptance is {rule}: {remark}", {"rule": rule}))
+        told = f"speculation.acceptance is {rule}: {remark}"
+        found.append(Notice("acceptance_rule", told, {"rule": rule}))
     if len(plan.to_run) == 1:
         told = "only one pair is measured: name more degrees with --target-tp and --draft-tp"
         found.append(Notice("one_pair", told))

@@ -259,7 +259,8 @@ def warnings_of(plan: SweepPlan) -> list[Notice]:
         found.append(Notice("random_routers", told))
     if (remark := first.remark) is not None:
         rule = plan.recipe.speculation.acceptance
-        found.append(Notice("acceptance_rule", f"acceptance is {rule}: {remark}", {"rule": rule}))
+        told = f"speculation.acceptance is {rule}: {remark}"
+        found.append(Notice("acceptance_rule", told, {"rule": rule}))
     for job in plan.jobs:
         name = job.plan.proposer
         found += [
