@@ -110,10 +110,21 @@ def test_a_control_group_limits_the_host(monkeypatch: pytest.MonkeyPatch, tmp_pa
     ],
     ids=["step", "job", "service", "hidden", "root", "outside"],
 )
+@pytest.mark.parametrize("version", [1, 2])
 def test_the_limits_of_all_groups_above_a_process_count(
-    own: str, total: int, available: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    version: int,
+    own: str,
+    total: int,
+    available: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """Slurm limits a job and its steps, and the process sees the groups of the whole host."""
+    names, mount = ("max", "current", "inactive_file"), ""
+    if version == 1:
+        own = own.replace("0::", "4:hugetlb,memory:")
+        names, mount = ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"), "memory"
+        (tmp_path / "fs").mkdir()
     monkeypatch.setattr(profile, "_CGROUP", str(tmp_path / "fs"))
     monkeypatch.setattr(profile, "_OWN_GROUP", str(tmp_path / "own"))
     (tmp_path / "own").write_text(own)
@@ -125,11 +136,11 @@ def test_the_limits_of_all_groups_above_a_process_count(
         "slurm/job_1/step_0": ("900", 700, 50),
     }
     for name, (limit, used, inactive) in groups.items():
-        group = tmp_path / "fs" / name
+        group = tmp_path / "fs" / mount / name
         group.mkdir()
-        (group / "memory.max").write_text(f"{limit}\n")
-        (group / "memory.current").write_text(f"{used}\n")
-        (group / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\n")
+        (group / f"memory.{names[0]}").write_text(f"{limit}\n")
+        (group / f"memory.{names[1]}").write_text(f"{used}\n")
+        (group / "memory.stat").write_text(f"anon 5\n{names[2]} {inactive}\n")
     assert (profile.total_memory(), profile.available_memory()) == (total, available)
 
 

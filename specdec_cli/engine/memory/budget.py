@@ -1,8 +1,10 @@
 """Computes how many KV blocks fit into each rank's memory, and how many a run can use."""
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -204,7 +206,7 @@ def total_memory() -> int:
     process's control groups, and the virtual memory (ulimit -v) that this host's ranks may use
     together."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [_group_number(group, "memory.max") for group in _groups()]
+    limits = [group.limit for group in _groups()]
     if (space := address_space()) is not None:
         limits.append(space.limit * local_world_size())
     return min([whole, *(limit for limit in limits if limit is not None)])
@@ -236,24 +238,51 @@ def _unlimited_memory() -> int:
             if line.startswith("MemAvailable:"):
                 found = int(line.split()[1]) * 1024
     for group in _groups():
-        limit, used = (_group_number(group, f"memory.{name}") for name in ("max", "current"))
-        if limit is not None and used is not None:
-            freed = _group_number(group, "memory.stat", "inactive_file") or 0
-            found = min(found, limit - used + freed)
+        if group.limit is not None and group.used is not None:
+            found = min(found, group.limit - group.used + group.inactive)
     return max(0, found)
 
 
-def _groups() -> list[str]:
-    """Return the folders of this process's control group (cgroup v2) and of all groups above it,
-    since the limits of all apply. A process with its own namespace of groups sees only the last
-    one."""
+class _Group(NamedTuple):
+    """The memory of a control group in bytes.
+
+    limit, used: None if unknown.
+    inactive: the part of `used` that holds files and can be freed.
+    """
+
+    limit: int | None
+    used: int | None
+    inactive: int
+
+
+def _groups() -> Iterator[_Group]:
+    """Yield this process's control groups of versions 1 and 2, and all groups above them, since the
+    limits of all apply. A process with its own namespace of groups sees only the last one."""
+    for path in _folders("", _CGROUP):
+        yield _group(path, "max", "current", "inactive_file")
+    for path in _folders("memory", f"{_CGROUP}/memory"):
+        yield _group(path, "limit_in_bytes", "usage_in_bytes", "total_inactive_file")
+
+
+def _group(path: str, limit: str, used: str, inactive: str) -> _Group:
+    most, now = (_group_number(path, f"memory.{name}") for name in (limit, used))
+    return _Group(most, now, _group_number(path, "memory.stat", inactive) or 0)
+
+
+def _folders(controller: str, root: str) -> list[str]:
+    """Return the folders of this process's control group and of all groups above it.
+
+    controller: the controller of a hierarchy of version 1; "" for version 2.
+    root: the folder where the hierarchy is mounted.
+    """
     path = ""
     with suppress(OSError), open(_OWN_GROUP, encoding="utf-8", errors="surrogateescape") as lines:
-        path = next((line[3:].strip() for line in lines if line.startswith("0::")), "")
+        fields = [line.rstrip("\n").split(":", 2) for line in lines]  # number, controllers, path
+        path = next((f[2] for f in fields if len(f) == 3 and controller in f[1].split(",")), "")
     names = [name for name in path.split("/") if name]
     if ".." in names:  # the group is outside the namespace
         names = []
-    return ["/".join([_CGROUP, *names[:n]]) for n in range(len(names), -1, -1)]
+    return ["/".join([root, *names[:n]]) for n in range(len(names), -1, -1)]
 
 
 def _group_number(group: str, file: str, key: str | None = None) -> int | None:
