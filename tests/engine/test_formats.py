@@ -467,6 +467,24 @@ def test_what_does_not_fit_is_refused_by_the_tensor_s_name(
         assert caught.value.code == ExitCode.ENVIRONMENT
 
 
+@pytest.mark.parametrize("weights", ["stored", "dequantise"])
+def test_the_largest_and_smallest_scales_of_mxfp4_are_read(weights: str, tmp_path: Path) -> None:
+    """Codes next to those that are refused: 2^33, and 2^-127 for a byte of zero."""
+    folder = store(tmp_path, "llama", *STORED["mxfp4"])
+    tensors, plain = load_file(folder / "model.safetensors"), []
+    for code in (127, 160, 0):
+        scales = torch.full_like(tensors[f"{NAMED}.weight_scale"], code)
+        save_file(
+            tensors | {f"{NAMED}.weight_scale": scales},
+            folder / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        parameters = dict(load(described(folder, weights), CPU).named_parameters())
+        plain.append(plain_weight(parameters[f"{NAMED}.weight"]).float())
+    assert torch.equal(plain[1], plain[0] * 2.0**33)
+    assert torch.equal(plain[2], plain[0] * 2.0**-127)
+
+
 def add(folder: Path, tensors: Tensors) -> None:
     file = folder / "model.safetensors"
     save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
