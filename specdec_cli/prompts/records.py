@@ -98,6 +98,10 @@ def prompt_of(row: object, column: str | None, turn: int = 1) -> Prompt:
     category, key = category_of(row), column if column is not None else _key_of(row)
     if key is None and isinstance(inner := row.get(BODY_KEY), Mapping):
         row, key = inner, _key_of(inner)
+    if key is None and (nulls := [name for name in PROMPT_KEYS if name in row]):
+        raise BadRow(
+            f"has no prompt: {' and '.join(nulls)} {'is' if len(nulls) == 1 else 'are'} null"
+        )
     if key is None:
         known = f"none of the keys {', '.join(PROMPT_KEYS)}"
         raise BadRow(f"has no prompt: {known}; {columns_in_words(tuple(row))}")

@@ -248,6 +248,38 @@ def test_mixed_types_are_bad_rows(tmp_path: Path) -> None:
     assert [line.split(":")[1] for line in refused.value.message.splitlines()] == ["2", "3", "4"]
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"prompt": "a", "text": None}, {"prompt": None, "text": None}],
+        [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": None}, {"prompt_token_ids": [1, None]}],
+        [{"turns": ["a"]}, {"turns": ["a", None]}, {"turns": None}],
+        [{"messages": [{"role": "user", "content": one}]} for one in ("a", None)],
+        [{"conversations": [{"from": "human", "value": one}]} for one in ("a", None)],
+        [{"instruction": "a", "input": None, "category": None}, {"instruction": None}],
+    ],
+    ids=lambda rows: next(iter(rows[0])),
+)
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_nulls_of_parquet_are_those_of_json(
+    skip_bad: bool, rows: list[Any], tmp_path: Path
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+    write(tmp_path / "p.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
+    found = []
+    for name, place in (("p.jsonl", "p.jsonl:"), ("p.parquet", "p.parquet: row ")):
+        try:
+            prompts = load(tmp_path / name, skip_bad=skip_bad)
+            found.append([(p.text, p.messages, p.token_ids, p.category) for p in prompts])
+        except UsageError as refused:
+            found.append([refused.message.replace(place, "row ")])
+    assert found[0] == found[1]
+    assert skip_bad or "row 2: " in str(found)
+
+
 def test_bad_lines_may_be_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "p.jsonl", '{"prompt": "a"}\nx\n{"prompt": "b"}\n{}\n{"prompt": "c"}\n')
     with caplog.at_level(logging.WARNING, "specdec"):
