@@ -38,7 +38,7 @@ class SamplingParams:
             "top_k": (self.top_k >= 0, "0 or more"),
             "top_p": (0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             "min_new_tokens": (self.min_new_tokens >= 0, "0 or more"),
-            "seed": (self.seed >= 0, "0 or more"),
+            "seed": (0 <= self.seed < 1 << 63, "0 to 2^63 - 1"),
             "repetition_penalty": (0.0 < self.repetition_penalty < math.inf, "above 0"),
         }
         for key, (fits, wanted) in allowed.items():

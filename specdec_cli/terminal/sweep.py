@@ -29,6 +29,7 @@ from specdec_cli.terminal import render
 from specdec_cli.terminal.watching import NO_DRAFT
 from specdec_cli.text import inert, one_line, say
 
+_MOST_REASON = 60  # characters of a reason in a table
 _MARK = ""
 # The columns to show if the terminal is too narrow for all.
 _DECIDING = {"draft", "requests/s", "batch", "k", "tokens a round", "tokens/s", "x k = 0", _MARK}
@@ -180,8 +181,9 @@ def _speed(point: Point) -> Value:
     """Return the decoding speed, or the reason why there is none."""
     if point.metrics is not None:
         return point.metrics.decode_tokens_per_second
-    why = "" if point.status == "skipped" else f": {inert(point.reason or '')[:60]}"
-    return f"{point.status}{why}"
+    why = inert(point.reason or "")
+    why = why if len(why) <= _MOST_REASON else f"{why[: _MOST_REASON - 1]}…"
+    return point.status if point.status == "skipped" else f"{point.status}: {why}"
 
 
 _DRAFT = Cell("draft", lambda p: one_line(p.draft or NO_DRAFT))

@@ -870,7 +870,7 @@ def test_no_prompt_can_run(capsys: Capture, tmp_path: Path) -> None:
     for point in result.document["points"]:
         assert point["status"] == "failed" and point["reason"].startswith("no prompt could run: ")
     merged = specdec(capsys, "merge", tmp_path / "run", "-o", tmp_path / "new", "-q")
-    assert merged.code == 3
+    assert merged.code == 3 and "pt has 7 tokens; with at least…" in merged.out
 
 
 def test_a_second_dataset_is_refused(capsys: Capture) -> None:

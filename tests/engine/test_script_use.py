@@ -93,6 +93,7 @@ def test_a_built_engine_knows_the_planned_k() -> None:
         ("top_p", 1.1),
         ("min_new_tokens", -1),
         ("seed", -1),
+        ("seed", 1 << 63),
         ("repetition_penalty", 0.0),
         ("repetition_penalty", float("inf")),
     ],
