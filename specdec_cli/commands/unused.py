@@ -69,11 +69,15 @@ def _of_method(
 
     resolved = recipes[0]
     method, k = resolved.speculation.method, asked.given.get("num_speculative_tokens")
+    of_k = f"-k {k}"
+    if k is None:
+        of_k = OPTION_KEYS["num_speculative_tokens"][1]
+        k = parse_sets(asked.sets or ()).get(of_k)
     is_method = f": speculation.method is {method}"
     if has_draft and resolved.draft is not None and weights_from(method) != "draft":
         yield ["--draft"], is_method
     elif k and method == NONE:
-        yield [f"-k {k}"], is_method if resolved.draft else ": the recipe has no draft"
+        yield [of_k], is_method if resolved.draft else ": the recipe has no draft"
     name, key = OPTION_KEYS["draft_tp"]
     degree = asked.given.get("draft_tp", draft_tp)
     if degree is None:

@@ -549,8 +549,11 @@ def test_proposals_that_nobody_makes_are_warned_of(run: Run) -> None:
     said = "warning: -k 3 has no effect: the recipe has no draft\n"
     assert (run(*alone, "-k", "3").err, run(*alone, "-k", "0").err) == (said, "")
     said = "warning: -k 3 has no effect: speculation.method is none\n"
-    without = ("--set", "speculation.method=none", "-k", "3")
-    assert run("--prompt", "x", "--max-new-tokens", "1", "-q", *without).err == said
+    without = ("--prompt", "x", "--max-new-tokens", "1", "-q", "--set", "speculation.method=none")
+    assert run(*without, "-k", "3").err == said
+    key = "speculation.num_speculative_tokens"
+    assert run(*without, "--set", f"{key}=3").err == said.replace("-k 3", key)
+    assert run(*without, "--set", f"{key}=0").err == ""
     other = ("--set", "speculation.method=ngram", "--draft", "demo:draft")
     said = "warning: --draft has no effect: speculation.method is ngram\n"
     assert run(*alone, *other).err == said
