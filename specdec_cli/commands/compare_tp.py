@@ -68,7 +68,9 @@ def compare_tp(
 
         asked, kept = resumed(asked, ComparisonSettings)
     resolved = with_draft(asked, kept).resolve(recipe_options(source) | {"repeats": repeats})
-    warn_of_unused(asked, [resolved], has_draft=asked.given.get("draft") is not None)
+    has_draft = asked.given.get("draft") is not None
+    unread = ("draft.tensor_parallel_size",)  # --draft-tp names the degrees
+    warn_of_unused(asked, [resolved], has_draft=has_draft, unread=unread)
     if kept:
         target_tp = target_tp or ",".join(map(str, kept["target_tps"]))
         draft_tp = draft_tp or ",".join(map(str, kept["draft_tps"]))

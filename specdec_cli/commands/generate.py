@@ -54,7 +54,8 @@ def generate(
     resolved = with_draft(asked, kept).resolve(recipe_options(source))
     named, earlier = None, folder_of_servers(asked, kept)
     asks = server is not None or earlier is not None
-    warn_of_unused(asked, [resolved], has_draft=asked.given["draft"] is not None, asks=asks)
+    has_draft, unread = asked.given["draft"] is not None, ("run.repeats", "run.warmup")
+    warn_of_unused(asked, [resolved], has_draft=has_draft, unread=unread, asks=asks)
     if asks:
         from specdec_cli.commands import servers
 

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -81,18 +82,24 @@ def profile_blocks(
             if len(values) > 1:
                 flag = options.OPTION_KEYS[name][0]
                 raise UsageError(f"{flag}: several values need --estimate")
-    has_draft = asked.given["draft"] is not None
+    tell_unused = partial(
+        warn_of_unused,
+        asked,
+        has_draft=asked.given["draft"] is not None,
+        draft_tp=lists["draft_tp"][0],
+        unread=("run.repeats", "run.warmup"),
+    )
     if estimate:
         if not asked.place.is_first:
             return  # every process would compute the same estimate, and only one may write it
         rooms = _rooms(device_memory, memory)
         with waiting("estimating", quiet=asked.hides_progress), _naming_shapes():
             resolved, document = _estimated(asked, source, lists, rooms, context)
-        warn_of_unused(asked, [resolved], has_draft=has_draft, draft_tp=lists["draft_tp"][0])
+        tell_unused([resolved])
         _show(document, resolved, asked)
         return
     resolved = asked.resolve(recipe_options(source) | next(_points(lists)))
-    warn_of_unused(asked, [resolved], has_draft=has_draft, draft_tp=lists["draft_tp"][0])
+    tell_unused([resolved])
     with joined(asked.place, [resolved], lambda: _prompts(source, resolved, asked, context)) as (
         world,
         prompts,

@@ -219,7 +219,16 @@ def sweep_k(
         sizes = sizes if is_native else [0]
         sizes = sizes if load.max_concurrency is None else [load.max_concurrency]
     serves = recipes[0].engine.kind != "native" and named is None
-    warn_of_unused(asked, recipes, has_draft=bool(draft), asks=named is not None, starts=serves)
+    has_length = recipes[0].speculation.synthetic_acceptance_length is not None
+    warn_of_unused(
+        asked,
+        recipes,
+        has_draft=bool(draft),
+        # --k names the lengths, but a given mean length is one at the recipe's k.
+        unread=() if has_length else ("speculation.num_speculative_tokens",),
+        asks=named is not None,
+        starts=serves,
+    )
     if serve_args is not None and not serves:
         raise UsageError("--serve-args needs --serve")
     if serves:

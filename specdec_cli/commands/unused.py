@@ -21,6 +21,7 @@ def warn_of_unused(
     *,
     has_draft: bool,
     draft_tp: object = None,
+    unread: Sequence[str] = (),
     asks: bool = False,
     starts: bool = False,
 ) -> None:
@@ -29,12 +30,15 @@ def warn_of_unused(
     recipes: the resolved recipes, one for each draft.
     has_draft: whether --draft is given.
     draft_tp: the value of --draft-tp, if the command has its own option.
+    unread: keys of recipes that the command does not read.
     asks: whether a server decodes that is running already.
     starts: whether the command starts the servers that decode. If so, it passes them the settings
         of the recipe's target, so --target-tp and --dtype do have an effect.
     """
     _warn(asked, _of_method(asked, recipes, has_draft, draft_tp))
     _warn(asked, _of_choices(asked, recipes))
+    found = [key for key in parse_sets(asked.sets or ()) if key in unread]
+    _warn(asked, [(found, " in this command")])
     _warn(asked, _of_engine(asked, recipes[0], asks, starts))
 
 

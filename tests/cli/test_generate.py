@@ -554,6 +554,8 @@ def test_proposals_that_nobody_makes_are_warned_of(run: Run) -> None:
     key = "speculation.num_speculative_tokens"
     assert run(*without, "--set", f"{key}=3").err == said.replace("-k 3", key)
     assert run(*without, "--set", f"{key}=0").err == ""
+    said = "warning: run.repeats, run.warmup have no effect in this command\n"
+    assert run(*without, "--set", "run.repeats=2", "--set", "run.warmup=0").err == said
     other = ("--set", "speculation.method=ngram", "--draft", "demo:draft")
     said = "warning: --draft has no effect: speculation.method is ngram\n"
     assert run(*alone, *other).err == said

@@ -124,6 +124,28 @@ def test_minutes_choose_a_size_that_fits(
 Capture = pytest.CaptureFixture[str]
 
 
+@pytest.mark.parametrize(
+    ("command", "key", "given", "is_told"),
+    [
+        ("sweep-k", "speculation.num_speculative_tokens=3", [], True),
+        ("sweep-k", "speculation.num_speculative_tokens=3", ["2"], False),
+        ("sweep-k", "run.repeats=3", [], False),
+        ("compare-tp", "draft.tensor_parallel_size=1", [], True),
+        ("compare-tp", "speculation.num_speculative_tokens=3", [], False),
+        ("profile-blocks", "run.repeats=3", [], True),
+    ],
+)
+def test_keys_that_a_command_does_not_read(
+    command: str, key: str, given: list[str], is_told: bool, capsys: Capture
+) -> None:
+    plan = "--estimate" if command == "profile-blocks" else "--dry-run"
+    sets = [("--synthetic-acceptance-length", one) for one in given]
+    asked = [command, "demo", "--set", key, plan, "-q", *(word for pair in sets for word in pair)]
+    assert main([*asked, *(["--k", "0-3"] if command == "sweep-k" else [])]) == 0
+    told = f"warning: {key.partition('=')[0]} has no effect in this command\n"
+    assert (told in capsys.readouterr().err) == is_told
+
+
 @pytest.mark.usefixtures("slow_machine")
 def test_minutes_keep_the_fewest_tokens_that_the_recipe_asks_for(capsys: Capture) -> None:
     for least, few in ((0, 64), (70, 70)):
