@@ -11,6 +11,12 @@ from specdec_cli.text import say
 _ENGINE = "engine.kind"
 _OF_REQUESTS = ("served_model", "start_timeout_s", "request_timeout_s", "retries")
 _READ_OF_RUNNING = [_ENGINE, *(f"engine.{name}" for name in _OF_REQUESTS)]  # with --server
+# Keys that servers are not told, and further keys that a server has if specdec starts it.
+_OWN_CACHE = (f"cache.{one}" for one in ("block_size", "num_blocks", "cpu_bytes"))
+_OWN_RUN = (f"run.{one}" for one in ("device", "compile", "cuda_graphs", "prefill_chunk"))
+_DRAFT_TP = OPTION_KEYS["draft_tp"][1]
+_UNSENT = (*_OWN_CACHE, "cache.gpu_memory_utilization", *_OWN_RUN, _DRAFT_TP)
+_SENT_AT_START = ("cache.dtype", "target.tensor_parallel_size", "target.dtype", "draft.dtype")
 
 Unused = tuple[Sequence[str], str]  # settings, and where or why they have no effect
 
@@ -120,14 +126,17 @@ def _of_choices(asked: Asked, recipes: "Sequence[specdec_cli.recipe.Recipe]") ->
 def _of_engine(
     asked: Asked, recipe: "specdec_cli.recipe.Recipe", asks: bool, starts: bool
 ) -> Iterator[Unused]:
-    """Yield the options that have no effect on servers, if they decode, and the keys of `engine`
-    that are not read. asks, starts: see `warn_of_unused`."""
+    """Yield the options and keys of --set that have no effect on servers, if they decode, and the
+    keys of `engine` that are not read. asks, starts: see `warn_of_unused`."""
     unsent = ["draft_tp", "device", "num_blocks", "block_size"] if asks or starts else []
     unsent += ["target_tp", "dtype"] if asks else []
-    options = [OPTION_KEYS[name][0] for name in unsent if asked.given.get(name) is not None]
-    yield options, " on a server"
-    unread = [] if starts else _not_default("engine", recipe.engine)
-    keys = [key for key in unread if key not in (_READ_OF_RUNNING if asks else [_ENGINE])]
+    given = [OPTION_KEYS[name] for name in unsent if asked.given.get(name) is not None]
+    unread = {*(_UNSENT if asks or starts else ()), *(_SENT_AT_START if asks else ())}
+    unread -= {key for _, key in given}
+    sets = [key for key in parse_sets(asked.sets or ()) if key in unread]
+    yield [*(option for option, _ in given), *sets], " on a server"
+    of_engine = [] if starts else _not_default("engine", recipe.engine)
+    keys = [key for key in of_engine if key not in (_READ_OF_RUNNING if asks else [_ENGINE])]
     yield keys, " on a server that is running" if asks else " without a server"
 
 

@@ -708,17 +708,20 @@ def test_options_of_our_own_engine_are_told_beside_servers(
     """So is no cache of a server that is up, whose dtype is unknown. No prompt is too long for the
     blocks."""
     ours = ("--num-blocks", "2", "--dtype", "float16", "--set", "cache.dtype=fp8")
+    ours = (*ours, "--set", "cache.gpu_memory_utilization=0.5", "--set", "cache.num_blocks=3")
+    key = "cache.gpu_memory_utilization"
     common = [*map(str, COMMON), "--limit", "1", "--max-new-tokens", "2", "--json"]
     plain = FakeServer(k=0)
     told = "warning: {} have no effect on a server\n"
     with running(plain):
         for command in ("sweep-k", "generate"):
             found = specdec(capsys, command, *common, *ours, *urls(plain))
-            assert found.code == 0 and told.format("--num-blocks, --dtype") in found.err
+            names = f"--num-blocks, --dtype, cache.dtype, {key}"
+            assert found.code == 0 and told.format(names) in found.err
             assert not {"rounded_cache", "prompts_too_long"} & codes(json.loads(found.out))
     started = ("--serve", "vllm", "--dry-run", "--device", "cpu", "--draft-tp", "1")
     found = specdec(capsys, "sweep-k", *common, *ours, *started)
-    assert told.format("--draft-tp, --device, --num-blocks") in found.err
+    assert told.format(f"--draft-tp, --device, --num-blocks, {key}") in found.err
     assert "rounded_cache" in codes(json.loads(found.out)), "the started server is told of it"
     assert "prompts_too_long" not in codes(json.loads(found.out))
 
