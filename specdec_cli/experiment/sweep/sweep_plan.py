@@ -97,12 +97,12 @@ def plan_sweep(
         if largest and method == NONE and backend.is_native:
             if recipe.draft is not None:
                 told = "no proposals: speculation.method is none"
-                raise UsageError(told, "pass --set speculation.method=draft_model, or --k 0")
+                raise UsageError(told, "leave speculation.method out, or pass --k 0")
             raise UsageError("no proposals: the recipe has no draft", "pass --draft, or --k 0")
         if len(recipes) > 1 and recipe.draft is not None and weights_from(method) != "draft":
             raise UsageError(
                 f"--draft: speculation.method is {method}, which takes no draft",
-                "leave --draft out, or pass --set speculation.method=draft_model",
+                "leave --draft or speculation.method out",
             )
     options = WatchedOptions(recipes[0].speculation.options)  # records the keys that any arm reads
     jobs = [
