@@ -220,17 +220,18 @@ class Sequence:
         return max(0, min(self.max_tokens - n - 1, draft_max_len - n))
 
 
-def cached_positions(max_tokens: int, ahead: int, draft_max_len: int) -> int:
-    """Return the maximum number of positions for which a sequence of at most `max_tokens` tokens
-    ever needs cache blocks.
+def cached_positions(prompt: int, max_tokens: int, ahead: int, draft_max_len: int) -> int:
+    """Return the maximum number of positions for which a sequence of at most `max_tokens` tokens,
+    `prompt` of them in its prompt, ever needs cache blocks.
 
     This is one less than `max_tokens`, since the keys and values of the last token are never
     needed. It can be more if the proposer writes up to `ahead` positions past the text: the last
     round with proposals starts at `max_tokens - 2` tokens, and its writes may end `ahead` positions
-    later, but not past the draft's context length.
+    later, but not past the draft's context length. A single new token has no proposals.
     """
     length = max_tokens - 1
-    return max(length, min(length - 1 + ahead, draft_max_len)) if ahead else length
+    has_proposals = ahead > 0 and prompt < length
+    return max(length, min(length - 1 + ahead, draft_max_len)) if has_proposals else length
 
 
 @dataclass(frozen=True, slots=True)

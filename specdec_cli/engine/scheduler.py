@@ -138,7 +138,8 @@ class Scheduler:
         return length
 
     def _most(self, seq: Sequence) -> int:
-        return cached_positions(seq.max_tokens, self.ahead, self.draft_max_len)
+        prompt = seq.num_prompt_tokens
+        return cached_positions(prompt, seq.max_tokens, self.ahead, self.draft_max_len)
 
     def _length_ahead(self, seq: Sequence, ahead: int) -> int:
         """Return the maximum number of tokens for which the sequence may need cache blocks in its

@@ -217,7 +217,7 @@ def too_long(jobs: Sequence[Job], count: int | None = None) -> list[Notice]:
     def fits(n: int) -> bool:
         if n >= context or blocks is None:
             return n < context
-        most = max(cached_positions(min(n + new, context), *draft) for draft in drafts)
+        most = max(cached_positions(n, min(n + new, context), *draft) for draft in drafts)
         return most <= (blocks - 1) * cache.block_size
 
     lengths = [len(ids) for ids in job.token_ids[:count]]

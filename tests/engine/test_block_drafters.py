@@ -387,6 +387,14 @@ def test_blocks_need_room_near_the_end(pairs: dict[str, Pair]) -> None:
         assert bool(too_long([job])) == (reason == "error")
 
 
+def test_a_single_new_token_needs_no_block_ahead(pairs: dict[str, Pair]) -> None:
+    """Nothing is proposed before the last token."""
+    prompt = PROMPTS[0][:4]
+    sizes = {"cache__num_blocks": 2, "sampling__max_new_tokens": 1}  # the first holds padding
+    (seq,) = run(planned(pairs["z-lab"], **sizes), [prompt])
+    assert seq.output_ids == greedy_text(pairs["z-lab"].target, prompt, 1)
+
+
 @pytest.mark.parametrize("kind", ["z-lab", "vanilla"])
 def test_padded_passes_have_the_same_rounds(
     pairs: dict[str, Pair], kind: str, monkeypatch: pytest.MonkeyPatch
