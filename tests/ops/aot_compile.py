@@ -528,6 +528,11 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         )
         for name, storage in [("fp8", Storage("fp8")), ("int4", AWQ), ("minima", Q4_K)]
     },
+    "plain-tiled": (
+        *("linear.plain_triton", "plain_tiled_kernel", "*bf16"),
+        {"K": 2880, "FORM": form_of(on_meta(replace(MX, is_tiled=True), (64, 2880)))},
+        {"codes_ptr": "*u8", "scales_ptr": "*u8"},
+    ),
     **{
         f"linear-{name}": (
             "linear.few_rows_triton",

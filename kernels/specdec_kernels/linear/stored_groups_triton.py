@@ -77,18 +77,6 @@ def rows_of(codes_ptr, scales_ptr, zeros_ptr, row, K: tl.constexpr, FORM: tl.con
 
 
 @triton.jit
-def place_in_tiles(row, index, WIDE: tl.constexpr, WIDTH: tl.constexpr):
-    """Return where `Stored.tiled` has element `index` of a row.
-
-    WIDE, WIDTH: elements of a row in a block, and in all blocks.
-    """
-    block = index // WIDE * WIDE
-    wide = tl.minimum(WIDTH - block, WIDE)
-    first = row // ROWS * (ROWS * WIDTH) + block * ROWS
-    return first + row % ROWS * wide + index - block
-
-
-@triton.jit
 def along_features(scale, FORM: tl.constexpr, SLICES: tl.constexpr):
     """Reshape the scales that `row_scales` returns so that they broadcast over sums [N, M] or
     [SLICES, N, M]."""
