@@ -12,10 +12,12 @@ _ENGINE = "engine.kind"
 _OF_REQUESTS = ("served_model", "start_timeout_s", "request_timeout_s", "retries")
 _READ_OF_RUNNING = [_ENGINE, *(f"engine.{name}" for name in _OF_REQUESTS)]  # with --server
 # Keys that servers are not told, and further keys that a server has if specdec starts it.
-_OWN_CACHE = (f"cache.{one}" for one in ("block_size", "num_blocks", "cpu_bytes"))
-_OWN_RUN = (f"run.{one}" for one in ("device", "compile", "cuda_graphs", "prefill_chunk"))
-_DRAFT_TP = OPTION_KEYS["draft_tp"][1]
-_UNSENT = (*_OWN_CACHE, "cache.gpu_memory_utilization", *_OWN_RUN, _DRAFT_TP)
+_UNSENT = (
+    *(f"cache.{one}" for one in ("block_size", "num_blocks", "cpu_bytes")),
+    "cache.gpu_memory_utilization",
+    *(f"run.{one}" for one in ("device", "compile", "cuda_graphs", "prefill_chunk")),
+    OPTION_KEYS["draft_tp"][1],
+)
 _SENT_AT_START = ("cache.dtype", "target.tensor_parallel_size", "target.dtype", "draft.dtype")
 
 Unused = tuple[Sequence[str], str]  # settings, and where or why they have no effect
