@@ -57,21 +57,23 @@ def resolve_device(wanted: str) -> torch.device:
 def use_few_threads(device: torch.device, weight_bytes: int) -> Notice | None:
     """Set the number of threads that torch uses on a CPU, unless the user has chosen it.
 
-    A small model gets one thread. A larger model gets a thread for each processor, or fewer if
-    other programs keep some processors busy. In the latter case return a notice that says so;
-    otherwise return None.
+    A small model gets one thread. A larger model gets a thread for each processor that `num_cores`
+    counts, or fewer if other programs keep some processors busy. In the latter case return a notice
+    that says so; otherwise return None.
     """
     if device.type != "cpu" or spinning.chosen_threads() is not None:
         return None
     if weight_bytes < _ONE_THREAD_BYTES:
         torch.set_num_threads(1)
         return None
-    if world_size() > 1 or (use := spinning.others()) is None:
-        return None  # with several ranks, each already has its share of processors
-    cores = num_cores()
-    if (few := spinning.threads_beside(use, cores)) == cores:
+    if world_size() > 1:
+        return None  # each rank already has its share of processors
+    cores, use = num_cores(), spinning.others() or 0.0
+    few = spinning.threads_beside(use, cores)
+    if few < cores or cores < torch.get_num_threads():  # torch does not know CPU quotas
+        torch.set_num_threads(few)
+    if few == cores:
         return None
-    torch.set_num_threads(few)
     threads = "one thread runs" if few == 1 else f"{few} threads run"
     told = (
         f"other work used {use:.1f} of {cores} processors when this command began, so {threads}: "

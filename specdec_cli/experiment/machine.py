@@ -13,8 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from specdec_cli.core.control_groups import throttled_seconds
 from specdec_cli.core.parallel import local_world_size
 from specdec_cli.errors import Notice
+from specdec_cli.launch.rank import num_cores
 
 _APART = 0.25  # minimum seconds between two readings
 _SHORTEST = 3.0  # minimum measured seconds for the limits from `_STARVED` to `_WAITING`
@@ -39,7 +41,7 @@ class _Reading:
     wall: the time of the reading, from `time.perf_counter`.
     process: the processor time of this process so far.
     waited: how long each thread was ready to run but waited for a processor; empty if unknown.
-    throttled: how long the control group was throttled; None if unknown.
+    throttled: how long the control groups were throttled; None if unknown.
     runnable: the number of processes that are ready to run; None if unknown.
     slowed: NVML's bits for the reasons why clocks are slowed; None if unknown.
     on_gpu: the number of processes on the GPU; None if unknown.
@@ -100,7 +102,7 @@ class MachineWatch:
         shares = [_waited(part) for part in (spans, spans[:half], spans[half:])]
         evidence = {"wall_seconds": wall, "process_seconds": process, "waited_share": shares[0]}
         most = max((share for share in shares[1:] if share is not None), default=0.0)
-        is_crowd = self.ranks > (os.cpu_count() or 1)
+        is_crowd = self.ranks > num_cores()
         if not is_crowd and ((shares[0] or 0.0) > _STARVED or most > _STARVED_HALF):
             worst = max(shares[0] or 0.0, most)
             told = (
@@ -170,7 +172,7 @@ class MachineWatch:
             wall=time.perf_counter(),
             process=time.process_time(),
             waited=_waited_seconds(all_threads=self.device.type == "cpu"),
-            throttled=_throttled_seconds(),
+            throttled=throttled_seconds(),
             runnable=_runnable(),
             slowed=slowed,
             on_gpu=on_gpu,
@@ -222,17 +224,6 @@ def _runnable() -> int | None:
     fields = _text("/proc/loadavg").split()
     count = fields[3].partition("/")[0] if len(fields) > 3 else ""
     return int(count) if count.isdigit() else None
-
-
-def _throttled_seconds() -> float | None:
-    """Return the seconds for which this process's control group was throttled because it reached
-    its CPU limit; None if unknown. Reads control groups of version 1 and 2."""
-    for file, unit in (("cpu.stat", 1e6), ("cpu/cpu.stat", 1e9)):
-        for line in _text(f"/sys/fs/cgroup/{file}").splitlines():
-            name, _, value = line.partition(" ")
-            if name in ("throttled_usec", "throttled_time") and value.strip().isdigit():
-                return int(value) / unit
-    return None
 
 
 def _text(path: str) -> str:

@@ -15,6 +15,7 @@ import time
 from functools import partial
 from typing import Any, NoReturn
 
+from specdec_cli.core.control_groups import cpu_quota
 from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.launch import seat as seats
 from specdec_cli.launch.agent import die_with, patiently
@@ -236,7 +237,14 @@ def _own_threads(seat: Seat) -> int | None:
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of cores that this process may use at once: those on which it may run, or
+    fewer if its control groups have a CPU quota. More threads would be throttled."""
+    quota = cpu_quota()
+    return num_allowed() if quota is None else max(1, min(num_allowed(), int(quota)))
+
+
+def num_allowed() -> int:
+    """Return the number of cores on which this process may run."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

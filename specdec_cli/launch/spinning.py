@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
-from specdec_cli.launch.rank import num_cores
+from specdec_cli.launch.rank import num_allowed, num_cores
 
 SPINS = "GOMP_SPINCOUNT"
 _POLICY = "OMP_WAIT_POLICY"
@@ -60,14 +60,15 @@ _BEGAN = in_use()
 
 @cache
 def others() -> float | None:
-    """Return the number of processors that other work used while this process started; None if
-    unknown."""
+    """Return how many of `num_cores` processors other work used while this process started; None if
+    unknown. Under a CPU quota other work first uses the processors beyond the quota."""
     if _BEGAN is None:
         return None
     while time.monotonic() < _BEGAN.clock + _WINDOW:
         pass  # do not sleep: the process must compete for processors, as torch's threads will
     now = in_use()
-    return None if now is None else used_by_others(_BEGAN, now)
+    beyond = num_allowed() - num_cores()
+    return None if now is None else used_by_others(_BEGAN, now) - beyond
 
 
 def used_by_others(began: Use, now: Use) -> float:

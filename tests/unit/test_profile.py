@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from specdec_cli.core import control_groups
 from specdec_cli.engine.memory import budget as profile
 from specdec_cli.engine.memory.budget import CacheNeed, Overhead, RankMemory, Split
 from specdec_cli.errors import NoRoomError
@@ -86,8 +87,8 @@ def test_a_sequence_needs_room_for_two_rounds() -> None:
 
 
 def test_a_control_group_limits_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(profile, "_CGROUP", str(tmp_path))
-    monkeypatch.setattr(profile, "_OWN_GROUP", str(tmp_path / "none"))
+    monkeypatch.setattr(control_groups, "_ROOT", str(tmp_path))
+    monkeypatch.setattr(control_groups, "_OWN", str(tmp_path / "none"))
     whole = profile.total_memory()
     (tmp_path / "memory.max").write_text("max\n")
     assert profile.total_memory() == whole
@@ -125,8 +126,8 @@ def test_the_limits_of_all_groups_above_a_process_count(
         own = own.replace("0::", "4:hugetlb,memory:")
         names, mount = ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"), "memory"
         (tmp_path / "fs").mkdir()
-    monkeypatch.setattr(profile, "_CGROUP", str(tmp_path / "fs"))
-    monkeypatch.setattr(profile, "_OWN_GROUP", str(tmp_path / "own"))
+    monkeypatch.setattr(control_groups, "_ROOT", str(tmp_path / "fs"))
+    monkeypatch.setattr(control_groups, "_OWN", str(tmp_path / "own"))
     (tmp_path / "own").write_text(own)
     (tmp_path / "memory.max").write_text("7\n")  # outside the groups
     groups = {

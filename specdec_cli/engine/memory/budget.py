@@ -9,13 +9,12 @@ from typing import NamedTuple
 import torch
 
 from specdec_cli.core.address_space import address_space
+from specdec_cli.core.control_groups import folders, number
 from specdec_cli.core.parallel import local_world_size
 from specdec_cli.errors import NoRoomError
 from specdec_cli.recipe import CacheSection
 
 CPU_SHARE = 0.5  # the caches' share of available host memory if the recipe sets no cpu_bytes
-_CGROUP = "/sys/fs/cgroup"
-_OWN_GROUP = "/proc/self/cgroup"
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,48 +255,16 @@ class _Group(NamedTuple):
 
 
 def _groups() -> Iterator[_Group]:
-    """Yield this process's control groups of versions 1 and 2, and all groups above them, since the
-    limits of all apply. A process with its own namespace of groups sees only the last one."""
-    for path in _folders("", _CGROUP):
+    """Yield this process's control groups of versions 1 and 2, and all groups above them."""
+    for path in folders():
         yield _group(path, "max", "current", "inactive_file")
-    for path in _folders("memory", f"{_CGROUP}/memory"):
+    for path in folders("memory"):
         yield _group(path, "limit_in_bytes", "usage_in_bytes", "total_inactive_file")
 
 
 def _group(path: str, limit: str, used: str, inactive: str) -> _Group:
-    most, now = (_group_number(path, f"memory.{name}") for name in (limit, used))
-    return _Group(most, now, _group_number(path, "memory.stat", inactive) or 0)
-
-
-def _folders(controller: str, root: str) -> list[str]:
-    """Return the folders of this process's control group and of all groups above it.
-
-    controller: the controller of a hierarchy of version 1; "" for version 2.
-    root: the folder where the hierarchy is mounted.
-    """
-    path = ""
-    with suppress(OSError), open(_OWN_GROUP, encoding="utf-8", errors="surrogateescape") as lines:
-        fields = [line.rstrip("\n").split(":", 2) for line in lines]  # number, controllers, path
-        path = next((f[2] for f in fields if len(f) == 3 and controller in f[1].split(",")), "")
-    names = [name for name in path.split("/") if name]
-    if ".." in names:  # the group is outside the namespace
-        names = []
-    return ["/".join([root, *names[:n]]) for n in range(len(names), -1, -1)]
-
-
-def _group_number(group: str, file: str, key: str | None = None) -> int | None:
-    """Read a number from a file of a control group, such as memory.max.
-
-    group: the folder of the group.
-    key: the word before the number, in a file with several; None for a file that holds a single
-    number. Return None if the file is missing or has no such number.
-    """
-    with suppress(OSError, ValueError), open(f"{group}/{file}", encoding="ascii") as lines:
-        for line in lines:
-            name, _, value = line.strip().rpartition(" ")
-            if name == (key or ""):
-                return int(value)
-    return None
+    most, now = (number(path, f"memory.{name}") for name in (limit, used))
+    return _Group(most, now, number(path, "memory.stat", inactive) or 0)
 
 
 def mib(count: int) -> str:

@@ -3,7 +3,6 @@ or quantised codes, and their layouts. Up to four threads dequantise a few rows 
 to the requested dtype.
 """
 
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import torch
 from specdec_kernels.linear.stored import Storage, Stored
 
 from specdec_cli.errors import SetupError
+from specdec_cli.launch.rank import num_cores
 from specdec_cli.models.gguf.blocks import fields_of, kept_as
 from specdec_cli.models.gguf.header import Header, TensorPlace, block_bytes, name_of
 from specdec_cli.models.refusals import Unsupported
@@ -33,7 +33,7 @@ _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
 _PLAIN |= {"BF16": torch.bfloat16}
 _NUMBERS_AT_ONCE = 1 << 18  # values that a thread dequantises at once
 _KEPT_AT_ONCE = 1 << 24  # values converted at once, for matrices that stay quantised
-_MOST_THREADS = min(4, os.cpu_count() or 1)  # threads run in parallel, as numpy releases the GIL
+_MOST_THREADS = min(4, num_cores())  # threads run in parallel, as numpy releases the GIL
 _ALL = slice(None)
 _GATE_UP = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.gate_up_proj")
 _ROUTER_BIAS = re.compile(r"model\.layers\.(\d+)\.mlp\.e_score_correction_bias")
