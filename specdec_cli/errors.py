@@ -78,6 +78,14 @@ class UsageError(SpecdecError):
     code = ExitCode.USAGE
 
 
+class TooManyProposals(UsageError):
+    """k is more than a draft can propose. most: the largest k that it can."""
+
+    def __init__(self, message: str, hint: str, most: int) -> None:
+        super().__init__(message, hint)
+        self.most = most
+
+
 class OtherSettings(UsageError):
     """The run in the output folder has different settings.
 

@@ -35,7 +35,7 @@ from specdec_cli.commands.sweep_parsing import (
 )
 from specdec_cli.commands.unused import warn_of_unused
 from specdec_cli.demo import PREFIX
-from specdec_cli.errors import LOGGED, ExitCode, SpecdecError, UsageError
+from specdec_cli.errors import LOGGED, ExitCode, SpecdecError, TooManyProposals, UsageError
 from specdec_cli.launch.world import World
 from specdec_cli.text import say
 
@@ -287,7 +287,18 @@ def sweep_k(
                     check_lossless=check_lossless,
                 )
 
-            plan = planned()
+            plan = None
+            while plan is None:
+                try:
+                    plan = planned()
+                except TooManyProposals as refused:
+                    if ks is not None or kept:
+                        raise
+                    # The default list ends where the proposals of a draft end.
+                    lengths = [k for k in lengths if k <= refused.most]
+                    if asked.is_heard and not asked.quiet:
+                        told = refused.message.partition(": ")[2]
+                        say(f"k goes up to {refused.most} by default: {told}")
             if minutes is not None:
                 from specdec_cli.experiment.sweep.budget import fitting, of_size, sweep_seconds
 

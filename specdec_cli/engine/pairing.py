@@ -9,7 +9,7 @@ import torch
 
 from specdec_cli.core.detokenize import Tokenizer
 from specdec_cli.core.parallel import TensorParallel
-from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.errors import SetupError, TooManyProposals, UsageError
 from specdec_cli.lengths.registry import policy_of
 from specdec_cli.methods.registry import method_of
 from specdec_cli.models.config_file import config_file
@@ -179,13 +179,14 @@ def _shape(weight: torch.Tensor) -> str:
 
 
 def check_k(draft: Draft, k: int) -> None:
-    """Raise `UsageError` if k is more than the draft can propose."""
+    """Raise `TooManyProposals` if k is more than the draft can propose."""
     if draft.max_k is not None and k > draft.max_k:
         why = f" ({found})" if (found := draft.notes.get("block")) else ""
-        raise UsageError(
+        raise TooManyProposals(
             f"-k {k} (speculation.num_speculative_tokens): the draft {draft.spec.name} proposes at "
             f"most {draft.max_k} tokens a round{why}",
             f"pass -k {draft.max_k} or less",
+            draft.max_k,
         )
 
 

@@ -210,3 +210,15 @@ def test_what_cannot_be_is_one_line(
     assert found.code == 2
     message = found.document["error"]["message"]
     assert told.replace("HEAD", str(head)) in message and "\n" not in message
+
+
+def test_the_default_lengths_of_a_sweep_end_where_a_draft_s_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """demo:dflash proposes a block of 7, and demo:draft any number."""
+    line = ["sweep-k", "demo", "--draft", "demo:dflash", "--draft", "demo:draft", "--dry-run"]
+    found = specdec(capsys, *line, "--device", "cpu", "--json")
+    assert found.code == 0 and found.document["sweep"]["ks"] == list(range(8))
+    assert "k goes up to 7 by default: the draft demo:dflash proposes at most 7 tok" in found.err
+    typed = specdec(capsys, *line, "--device", "cpu", "--k", "2,8")
+    assert typed.code == 2 and "-k 8 " in typed.err and "by default" not in typed.err
