@@ -715,3 +715,20 @@ def test_an_interruption_ends_the_requests_under_way(
     line.close()
     gc.collect()  # a task that failed unseen is logged when it is freed
     assert not caplog.records
+
+
+def test_a_fault_in_a_request_is_told_as_itself() -> None:
+    """asyncio puts the errors of tasks into a group, whose message does not say what failed."""
+
+    async def one() -> None:
+        raise ZeroDivisionError("a planted fault")
+
+    async def work(_: aiohttp.ClientSession) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(one())
+            group.create_task(one())
+
+    line = Line()
+    with pytest.raises(ZeroDivisionError, match=r"^a planted fault$"):
+        line.run(work)
+    line.close()

@@ -55,7 +55,10 @@ class Line:
                 self._http = new_session()
             return await work(self._http)
 
-        return self._runner.run(connected())
+        try:
+            return self._runner.run(connected())
+        except ExceptionGroup as group:  # its own message says only that tasks failed
+            raise group.exceptions[0] from group
 
     def close(self) -> None:
         self._runner.run(self._closed())
