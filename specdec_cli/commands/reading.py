@@ -16,7 +16,7 @@ from typing import Any
 
 from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked
-from specdec_cli.commands.unused import warn_of_rows
+from specdec_cli.commands.unused import warn_of_rows, warn_of_system
 from specdec_cli.demo import PREFIX
 from specdec_cli.errors import Notice, SpecdecError, UsageError
 from specdec_cli.prompts import (
@@ -76,6 +76,15 @@ def find_prompts(
     folder, the result then contains a copy of the prompts to store in the folder, and its data
     section names that copy.
     """
+    if source.chat is False:
+        warn_of_system(asked, resolved.data)
+    return _find(source, resolved, asked, reads_pipe=reads_pipe)
+
+
+def _find(
+    source: options.Prompts, resolved: Recipe, asked: Asked, *, reads_pipe: bool = False
+) -> PromptSet:
+    """Do what `find_prompts` says, without a warning about the system message."""
     chat, system = _chat_of(source, resolved.data)
     data, skip = resolved.data, source.skip_bad
     of_chat, template = _template_of(source, resolved.data, asked.output)
@@ -118,7 +127,7 @@ def fewer_prompts(
         # Read the file or dataset again, so that the data section names the same prompts.
         if found.data.sample is not None or "data.sample" in options.parse_sets(asked.sets or ()):
             how = source.sample
-        return find_prompts(replace(source, limit=count, sample=how), resolved, asked)
+        return _find(replace(source, limit=count, sample=how), resolved, asked)
     # Standard input cannot be read again.
     few = found.prompts[:count]
     if how is not None:

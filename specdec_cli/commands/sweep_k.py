@@ -33,7 +33,7 @@ from specdec_cli.commands.sweep_parsing import (
     refuse_beside,
     shard_of,
 )
-from specdec_cli.commands.unused import warn_of_unused
+from specdec_cli.commands.unused import warn_of_pairs, warn_of_unused
 from specdec_cli.demo import PREFIX
 from specdec_cli.errors import LOGGED, ExitCode, SpecdecError, TooManyProposals, UsageError
 from specdec_cli.launch.world import World
@@ -229,6 +229,8 @@ def sweep_k(
         asks=named is not None,
         starts=serves,
     )
+    if pairs:
+        warn_of_pairs(asked, len(recipes))
     if serve_args is not None and not serves:
         raise UsageError("--serve-args needs --serve")
     if serves:

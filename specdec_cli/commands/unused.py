@@ -45,7 +45,7 @@ def warn_of_unused(
     """
     _warn(asked, _of_method(asked, recipes, has_draft, draft_tp))
     _warn(asked, _of_choices(asked, recipes))
-    found = [key for key in parse_sets(asked.sets or ()) if key in unread]
+    found = [key for key in _keys_set(asked) if key in unread]
     _warn(asked, [(found, " in this command")])
     _warn(asked, _of_engine(asked, recipes[0], asks, starts))
 
@@ -55,12 +55,39 @@ def warn_of_rows(asked: Asked) -> None:
     from --prompt or standard input."""
     from specdec_cli.recipe.sections import ABOUT_ROWS
 
-    sets = parse_sets(asked.sets or ())
-    if isinstance(whole := sets.pop("data", None), dict):
-        sets = {f"data.{key}": value for key, value in whole.items()} | sets
     about_rows = {f"data.{key}" for key in (*ABOUT_ROWS, "path")}
-    found = [key for key, value in sets.items() if value is not None and key in about_rows]
+    found = [k for k, value in _keys_set(asked).items() if value is not None and k in about_rows]
     _warn(asked, [(found, " on prompts of --prompt or a pipe")])
+
+
+def warn_of_system(asked: Asked, data: "specdec_cli.recipe.DataSection | None") -> None:
+    """Warn the user that --no-chat drops the system message of --set or of the recipe."""
+    _warn(asked, [(["data.system"], " with --no-chat")] if data and data.system is not None else [])
+
+
+def warn_of_pairs(asked: Asked, num_drafts: int) -> None:
+    """Warn the user that --pairs, which compares drafts, has nothing to compare."""
+    _warn(asked, [(["--pairs"], " with a single draft")] if num_drafts == 1 else [])
+
+
+def _keys_set(asked: Asked) -> dict[str, object]:
+    """Return the keys that --set gives, with their values. A section that is given at once counts
+    as its keys, whose values a key of its own replaces."""
+    found = dict[str, object]()
+    for key, value in sorted(
+        parse_sets(asked.sets or ()).items(), key=lambda one: one[0].count(".")
+    ):
+        found |= _leaves(key, value)
+    return found
+
+
+def _leaves(key: str, value: object) -> dict[str, object]:
+    if not isinstance(value, dict):
+        return {key: value}
+    found = dict[str, object]()
+    for name, inner in value.items():
+        found |= _leaves(f"{key}.{name}", inner)
+    return found
 
 
 def _warn(asked: Asked, unused: Iterable[Unused]) -> None:
@@ -84,7 +111,7 @@ def _of_method(
     of_k = f"-k {k}"
     if k is None:
         of_k = OPTION_KEYS["num_speculative_tokens"][1]
-        k = parse_sets(asked.sets or ()).get(of_k)
+        k = _keys_set(asked).get(of_k)
     is_method = f": speculation.method is {method}"
     if has_draft and resolved.draft is not None and weights_from(method) != "draft":
         yield ["--draft"], is_method
@@ -93,7 +120,7 @@ def _of_method(
     name, key = OPTION_KEYS["draft_tp"]
     degree = asked.given.get("draft_tp", draft_tp)
     if degree is None:
-        name, degree = key, parse_sets(asked.sets or ()).get(key)
+        name, degree = key, _keys_set(asked).get(key)
     used = {"target": resolved.target.tensor_parallel_size, "draft": degree}
     all_used = [used.get(weights_from(one.speculation.method)) for one in recipes]
     if degree is not None and degree not in all_used:
@@ -105,14 +132,14 @@ def _of_choices(asked: Asked, recipes: "Sequence[specdec_cli.recipe.Recipe]") ->
     user sets them, by option, by --set or in the recipe's file."""
     from specdec_cli.recipe.choices.registry import CHOICES, chooser_of
 
-    keys = [key for key, value in parse_sets(asked.sets or ()).items() if value is not None]
+    keys = [key for key, value in _keys_set(asked).items() if value is not None]
     for one in recipes:
         keys += _not_default("speculation", one.speculation)
         keys += _not_default("speculation.length", one.speculation.length)
     for key in dict.fromkeys(keys):
         own = key.rpartition(".")[2]
         chooser = chooser_of(own) if key.startswith("speculation.") else None
-        if chooser is None:
+        if chooser is None or key.startswith("speculation.options."):
             continue
         chosen = dict.fromkeys(attrgetter(chooser)(one.speculation) for one in recipes)
         choices = [CHOICES[chooser][name] for name in chosen]
@@ -135,7 +162,7 @@ def _of_engine(
     given = [OPTION_KEYS[name] for name in unsent if asked.given.get(name) is not None]
     unread = {*(_UNSENT if asks or starts else ()), *(_SENT_AT_START if asks else ())}
     unread -= {key for _, key in given}
-    sets = [key for key in parse_sets(asked.sets or ()) if key in unread]
+    sets = [key for key in _keys_set(asked) if key in unread]
     yield [*(option for option, _ in given), *sets], " on a server"
     of_engine = [] if starts else _not_default("engine", recipe.engine)
     keys = [key for key in of_engine if key not in (_READ_OF_RUNNING if asks else [_ENGINE])]

@@ -554,8 +554,12 @@ def test_proposals_that_nobody_makes_are_warned_of(run: Run) -> None:
     key = "speculation.num_speculative_tokens"
     assert run(*without, "--set", f"{key}=3").err == said.replace("-k 3", key)
     assert run(*without, "--set", f"{key}=0").err == ""
+    whole = ("--set", "speculation={method: none, num_speculative_tokens: 3}")
+    assert run(*without, *whole).err == said.replace("-k 3", key)
+    assert run(*without, "--set", f"{key}=0", *whole).err == "", "a section comes before its keys"
     said = "warning: run.repeats, run.warmup have no effect in this command\n"
     assert run(*without, "--set", "run.repeats=2", "--set", "run.warmup=0").err == said
+    assert run(*without, "--set", "run={repeats: 4, warmup: 0, seed: 1}").err == said
     other = ("--set", "speculation.method=ngram", "--draft", "demo:draft")
     said = "warning: --draft has no effect: speculation.method is ngram\n"
     assert run(*alone, *other).err == said

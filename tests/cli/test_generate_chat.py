@@ -136,6 +136,8 @@ def test_options_and_recipe(case: str, run: Run, model: Path, tmp_path: Path) ->
     path.write_text(ASK["content"])
     result = run(recipe, *options, "--prompt-file", path, *FEW)
     assert asked(result) == [expected]
+    drops = case == "system-of-the-recipe-goes"
+    assert ("warning: data.system has no effect with --no-chat\n" in result.err) is drops
     # The resolved recipe gives the same prompt again.
     again = tmp_path / "again.yaml"
     again.write_text(yaml.safe_dump(result.document["recipe"]))

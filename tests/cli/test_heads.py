@@ -217,8 +217,10 @@ def test_the_default_lengths_of_a_sweep_end_where_a_draft_s_do(
 ) -> None:
     """demo:dflash proposes a block of 7, and demo:draft any number."""
     line = ["sweep-k", "demo", "--draft", "demo:dflash", "--draft", "demo:draft", "--dry-run"]
+    line += ["--pairs"]
     found = specdec(capsys, *line, "--device", "cpu", "--json")
     assert found.code == 0 and found.document["sweep"]["ks"] == list(range(8))
     assert "k goes up to 7 by default: the draft demo:dflash proposes at most 7 tok" in found.err
+    assert "--pairs" not in found.err
     typed = specdec(capsys, *line, "--device", "cpu", "--k", "2,8")
     assert typed.code == 2 and "-k 8 " in typed.err and "by default" not in typed.err

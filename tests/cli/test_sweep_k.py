@@ -641,8 +641,10 @@ def test_dry_run_loads_no_weights(
     assert not (tmp_path / "run").exists()
     low, high = document["seconds_range"]
     assert 0 < low < document["seconds"] < high
-    told = specdec(capsys, *SWEEP, "--dry-run").out
+    found = specdec(capsys, *SWEEP, "--dry-run", "--pairs")
+    told = found.out
     assert "points: 3, samples: 12" in told
+    assert "warning: --pairs has no effect with a single draft\n" in found.err
     assert re.search(r"^time: about \d+ s, usually right within a factor of 2; ", told, re.M)
     assert "--minutes" not in told
     longer = specdec(capsys, *SWEEP, "--dry-run", "--repeats", "100000").out
