@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> None:
 
     ranks: dict[int, int] = {}  # ranks by process id
 
-    def end_ranks(signum: int, frame: object) -> None:
+    def end_ranks(signum: int, frame: object) -> NoReturn:
         for pid in ranks:
             os.kill(pid, signal.SIGKILL)
         os._exit(1)
@@ -111,7 +111,12 @@ def main(arguments: list[str]) -> None:
     warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
     agent = os.getpid()
     for rank in range(int(num_ranks)):
-        if (pid := os.fork()) == 0:
+        try:
+            pid = os.fork()
+        except OSError as problem:
+            _report_unstarted(Path(folder), rank, int(num_ranks), problem)
+            end_ranks(0, None)
+        if pid == 0:
             os.close(tied)
             _be_rank(rank, int(num_ranks), agent, tie, program)
         ranks[pid] = rank
@@ -127,6 +132,19 @@ def main(arguments: list[str]) -> None:
         exits.append(Exit(ranks.pop(pid), os.waitstatus_to_exitcode(status), time.time()))
         patiently(partial(_write_exits, Path(folder), exits))
     os._exit(0)  # the parent waits, and freeing torch's objects takes half a second
+
+
+def _report_unstarted(folder: Path, rank: int, num_ranks: int, problem: OSError) -> None:
+    """Report in place of a rank whose process the system did not start."""
+    # This module is a script, so it can import others only after `main` has set the path.
+    from specdec_cli.errors import ExitCode
+    from specdec_cli.launch.reports import End, Report, write_report
+
+    told = f"cannot start rank {rank} of {num_ranks}: {problem.strerror}"
+    hint = "end other processes, or raise the limit on their number (ulimit -u)"
+    code = ExitCode.ENVIRONMENT
+    report = Report(rank, End.FAILED, code, told, hint, is_common=True)
+    patiently(partial(write_report, folder, report))
 
 
 def _write_exits(folder: Path, exits: list[Exit]) -> None:

@@ -5,6 +5,7 @@ agent as commands do. The test of SIGTERM to a parent starts the command, too, a
 torchrun starts that.
 """
 
+import errno
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,6 +115,26 @@ def test_memory_that_runs_out_on_one_rank_is_one_document(fork: Fork) -> None:
     assert error["code"] == 5
     assert error["message"].startswith("rank 1: out of memory: tried to allocate 3 GiB")
     assert err.count("error:") == 1
+
+
+def test_a_rank_that_the_system_does_not_start_is_one_line(
+    fork: Fork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit on processes is reached after those of the parent, the agent and rank 0."""
+    real, calls = os.fork, count(1)
+
+    def limited() -> int:
+        if next(calls) > 3:
+            raise BlockingIOError(errno.EAGAIN, "too many processes")
+        return real()
+
+    monkeypatch.setattr(os, "fork", limited)
+    code, out, err, _ = run(fork)
+    assert (code, out) == (5, "")
+    assert err == (
+        "error: cannot start rank 1 of 2: too many processes\n"
+        "hint: end other processes, or raise the limit on their number (ulimit -u)\n"
+    )
 
 
 def test_sigterm_to_the_parent_leaves_no_process(tmp_path: Path) -> None:
