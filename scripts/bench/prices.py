@@ -41,8 +41,10 @@ def of_arm(found: Samples, arm: str) -> dict[int, Samples]:
 def rates(found: Samples, k: int) -> list[float]:
     """For each position the share of rounds in which its proposal was accepted.
 
-    A round in which n-grams found nothing accepts no proposal. The last rounds of a text propose
-    fewer than k and are left out.
+    A round without a proposal accepts none: one in which n-grams found nothing, but also the last
+    round of a text with room for one more token, since samples do not tell the two apart. Without
+    the latter the ratios in docs/comparison.md would be up to 0.01 higher. Other last rounds, which
+    propose fewer than k, are left out.
     """
     rounds, accepted = 0, [0] * k
     for sample in found:
