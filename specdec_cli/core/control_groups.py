@@ -2,6 +2,7 @@
 heavy."""
 
 from contextlib import suppress
+from typing import NamedTuple
 
 _ROOT = "/sys/fs/cgroup"
 _OWN = "/proc/self/cgroup"
@@ -39,14 +40,33 @@ def number(group: str, file: str, key: str | None = None) -> int | None:
     return None
 
 
-def cpu_quota() -> float | None:
-    """Return how many processors the control groups let this process use on average. Return None
-    if no group has a quota."""
-    found = [_quota_2(path) for path in folders()]
+class CpuQuota(NamedTuple):
+    """The CPU quota of a control group.
+
+    processors: how many processors its processes may use on average.
+    group: its folder.
+    """
+
+    processors: float
+    group: str
+
+    @property
+    def used_seconds(self) -> float | None:
+        """The processor time that the group's processes have used so far; None if unknown."""
+        if (used := number(self.group, "cpu.stat", "usage_usec")) is not None:
+            return used / 1e6
+        used = number(self.group, "cpuacct.usage")  # there if one hierarchy has both controllers
+        return None if used is None else used / 1e9
+
+
+def cpu_quota() -> CpuQuota | None:
+    """Return the smallest quota of this process's control groups; None if no group has one."""
+    found = [(*_quota_2(path), path) for path in folders()]
     for path in folders("cpu"):
-        found.append((number(path, "cpu.cfs_quota_us"), number(path, "cpu.cfs_period_us")))
-    shares = [quota / period for quota, period in found if quota and period and quota > 0]
-    return min(shares, default=None)
+        quota, period = (number(path, f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        found.append((quota, period, path))
+    known = [CpuQuota(q / period, path) for q, period, path in found if q and period and q > 0]
+    return min(known, default=None)
 
 
 def _quota_2(group: str) -> tuple[int | None, int | None]:

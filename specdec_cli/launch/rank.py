@@ -240,7 +240,7 @@ def num_cores() -> int:
     """Return the number of cores that this process may use at once: those on which it may run, or
     fewer if its control groups have a CPU quota. More threads would be throttled."""
     quota = cpu_quota()
-    return num_allowed() if quota is None else max(1, min(num_allowed(), int(quota)))
+    return num_allowed() if quota is None else max(1, min(num_allowed(), int(quota.processors)))
 
 
 def num_allowed() -> int:

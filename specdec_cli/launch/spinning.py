@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
+from specdec_cli.core.control_groups import cpu_quota
 from specdec_cli.launch.rank import num_allowed, num_cores
 
 SPINS = "GOMP_SPINCOUNT"
@@ -32,11 +33,13 @@ class Use(NamedTuple):
     clock: that moment, in seconds on the monotonic clock.
     all: the processor time of all processes.
     own: the processor time of this process and its children.
+    group: the processor time of the control group with the CPU quota; None if unknown.
     """
 
     clock: float
     all: float
     own: float
+    group: float | None = None
 
 
 def in_use() -> Use | None:
@@ -51,7 +54,9 @@ def in_use() -> Use | None:
                 if name in ours:
                     user, nice, system, _, _, irq, softirq, steal = map(int, numbers)
                     ticks += user + nice + system + irq + softirq + steal
-        return Use(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), sum(os.times()[:4]))
+        group = None if (quota := cpu_quota()) is None else quota.used_seconds
+        seconds = ticks / os.sysconf("SC_CLK_TCK")
+        return Use(time.monotonic(), seconds, sum(os.times()[:4]), group)
     return None
 
 
@@ -61,14 +66,19 @@ _BEGAN = in_use()
 @cache
 def others() -> float | None:
     """Return how many of `num_cores` processors other work used while this process started; None if
-    unknown. Under a CPU quota other work first uses the processors beyond the quota."""
+    unknown. Under a CPU quota other work outside the group first uses the processors beyond it."""
     if _BEGAN is None:
         return None
     while time.monotonic() < _BEGAN.clock + _WINDOW:
         pass  # do not sleep: the process must compete for processors, as torch's threads will
     now = in_use()
-    beyond = num_allowed() - num_cores()
-    return None if now is None else used_by_others(_BEGAN, now) - beyond
+    if now is None:
+        return None
+    used = used_by_others(_BEGAN, now) - (num_allowed() - num_cores())
+    if _BEGAN.group is None or now.group is None:
+        return used
+    ends = _BEGAN._replace(all=_BEGAN.group), now._replace(all=now.group)
+    return max(used, used_by_others(*ends))
 
 
 def used_by_others(began: Use, now: Use) -> float:

@@ -15,6 +15,10 @@ from specdec_cli.launch import rank, spinning
 Write = Callable[[str, str, str], None]
 
 
+def processors() -> float | None:
+    return None if (quota := cpu_quota()) is None else quota.processors
+
+
 @pytest.fixture(params=[1, 2])
 def write(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Write:
     """Write the quota, as cpu.max has it, and the throttled seconds of a group. The process is in
@@ -29,11 +33,14 @@ def write(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
         folder.mkdir(parents=True, exist_ok=True)
         if version == 2:
             (folder / "cpu.max").write_text(f"{quota}\n")
-            (folder / "cpu.stat").write_text(f"usage_usec 9\nthrottled_usec {throttled}000000\n")
+            (folder / "cpu.stat").write_text(
+                f"usage_usec 9000000\nthrottled_usec {throttled}000000\n"
+            )
         else:
             most, _, period = quota.replace("max", "-1").partition(" ")
             (folder / "cpu.cfs_quota_us").write_text(f"{most}\n")
             (folder / "cpu.cfs_period_us").write_text(f"{period}\n")
+            (folder / "cpuacct.usage").write_text("9000000000\n")
             (folder / "cpu.stat").write_text(f"nr_periods 9\nthrottled_time {throttled}000000000\n")
 
     return write_group
@@ -43,14 +50,14 @@ def test_the_quotas_of_all_groups_above_a_process_count(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    assert cpu_quota() is None and throttled_seconds() is None and rank.num_cores() == 16
+    assert processors() is None and throttled_seconds() is None and rank.num_cores() == 16
     write("job/step", "max 100000", "0")
-    assert cpu_quota() is None and throttled_seconds() == 0 and rank.num_cores() == 16
+    assert processors() is None and throttled_seconds() == 0 and rank.num_cores() == 16
     write("job", "600000 100000", "4")
-    assert cpu_quota() == 6 and throttled_seconds() == 4 and rank.num_cores() == 6
+    assert processors() == 6 and throttled_seconds() == 4 and rank.num_cores() == 6
     write("job/step", "175000 50000", "3")
     write("", "3200000 100000", "0")
-    assert cpu_quota() == 3.5 and throttled_seconds() == 7
+    assert processors() == 3.5 and throttled_seconds() == 7
     assert rank.num_cores() == 3, "a fourth thread would be throttled"
     write("job", "200000 100000", "4")
     assert rank.num_cores() == 2
@@ -69,6 +76,21 @@ def test_other_work_uses_the_processors_beyond_a_quota_first(
         write("job", f"{quota} 100000", "0")
         spinning.others.cache_clear()
         assert spinning.others() == used
+    spinning.others.cache_clear()
+
+
+def test_other_work_of_the_group_uses_its_quota(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """15 of 16 processors are free, but the group may use only 4, of which other work uses one."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    write("job", "400000 100000", "0")
+    began = spinning.in_use()
+    assert began is not None and began.group == 9
+    monkeypatch.setattr(spinning, "_BEGAN", spinning.Use(99.0, 1200.0, 12.0, began.group))
+    monkeypatch.setattr(spinning, "in_use", lambda: spinning.Use(100.0, 1202.0, 13.0, 11.0))
+    spinning.others.cache_clear()
+    assert spinning.others() == 1
     spinning.others.cache_clear()
 
 
