@@ -75,7 +75,7 @@ Probed = tuple[list[LayerShape], list[dict[str, Any]]]
 
 @pytest.fixture(scope="session", autouse=True)
 def probed_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Pass a model through the gate once: its trial pass is a third of what a command costs.
+    """Pass a model through the gate once: its trial pass is a tenth of what a command costs.
 
     A rank's part of it, which differs in the shapes of its weights, passes once too. Ranks that are
     forks of this process tell each other what has passed.

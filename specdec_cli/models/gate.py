@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from specdec_cli.core.known_results import KnownResults
 from specdec_cli.core.kv_cache import LayerShape
 from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import NotPlainAttention, Recorder, attach, masks_named
@@ -116,14 +117,14 @@ def probe(model: Any, name: str) -> list[LayerShape]:
 
 
 def _trial_pass(model: Any, name: str) -> None:
-    """Run a pass over a few tokens. Raises `Unsupported` if it fails, or if its code depends on the
-    values of tensors."""
+    """Run a pass over a few tokens, through all layers. Raises `Unsupported` if it fails, or if its
+    code depends on the values of tensors."""
     kind = model.config.model_type
     device = next(model.parameters()).device
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
     positions = torch.arange(_PROBE_TOKENS, device=device)[None]
     try:
-        with batched_experts(model), masks_named(model):
+        with batched_experts(model), masks_named(model), KnownResults():
             model(input_ids=ids, position_ids=positions, use_cache=False)
     except NotPlainAttention as problem:
         raise Unsupported(name, str(problem)) from None

@@ -1,6 +1,7 @@
 """The load-time gate: its refusals, their words, and proofs that each refusal is necessary."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from specdec_cli.core.batch import Span
+from specdec_cli.core.known_results import KnownResults
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache, LayerShape
 from specdec_cli.core.types import Sequence
 from specdec_cli.errors import ExitCode, SetupError
-from specdec_cli.models import attention
+from specdec_cli.models import attention, gate
 from specdec_cli.models.attention import ATTENTION_NAME
 from specdec_cli.models.description import describe
 from specdec_cli.models.gate import check_config, probe
@@ -244,9 +246,27 @@ CACHED = {
 }
 
 
+class Compared(KnownResults):
+    """Runs operators whose results are known too, and compares."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = len(self._known)
+        found = super().__torch_dispatch__(func, types, args, kwargs)
+        if not func._schema.is_mutable and len(self._known) == known:
+            expected = func(*args, **(kwargs or {}))
+            assert properties(found) == properties(expected), func
+        return found
+
+
+def properties(result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return result.shape, result.stride(), result.dtype, result.device, result.layout
+    return [properties(each) for each in result] if isinstance(result, list | tuple) else result
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_accepted(family: str, tmp_path: Path) -> None:
-    """The shapes of the cache come from the probe."""
+def test_accepted(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shapes of the cache come from the probe, whose operators repeat their results."""
     config = tiny_config(family)
     config.architectures = None
     config.save_pretrained(tmp_path)
@@ -258,6 +278,8 @@ def test_accepted(family: str, tmp_path: Path) -> None:
         head = getattr(config, "head_dim", None) or 64 // config.num_attention_heads
         assert found.layers == [LayerShape(heads, head, head)] * 2
     assert all(p.is_meta for p in found.module.parameters()), "nothing is allocated yet"
+    monkeypatch.setattr(gate, "KnownResults", Compared)
+    assert probe(found.module, "m") == found.layers
 
 
 def test_the_role_and_name_of_a_refused_draft(tmp_path: Path) -> None:
@@ -479,4 +501,45 @@ def test_every_layer_must_call_exactly_once(change: str) -> None:
         once = layers[1].forward
         layers[1].forward = lambda x, **more: once(once(x, **more), **more)
     with pytest.raises(Unsupported, match="does not attend once in each of its 2 layers"):
+        probe(module, "m")
+
+
+def with_more(layer: Any, **given: Any) -> None:
+    once = layer.self_attn.forward
+    layer.self_attn.forward = lambda *args, **more: once(*args, **(more | given))
+
+
+def with_values(layer: Any) -> None:
+    once = layer.forward
+    layer.forward = lambda x, **more: once(x[x > 0], **more)
+
+
+def with_features(layer: Any) -> None:
+    layer.mlp.up_proj = torch.nn.Linear(64, 7, device="meta")
+
+
+ODD_LAYERS: dict[str, tuple[Callable[[Any], None], str]] = {
+    "mask": (
+        lambda layer: with_more(layer, attention_mask=torch.zeros(1, 1, 3, 3)),
+        "an attention mask of their own",
+    ),
+    "argument": (lambda layer: with_more(layer, block_indices=3), "attention with block_indices"),
+    "values": (with_values, "looks at values in the middle of a pass"),
+    "features": (with_features, "a trial pass through llama fails"),
+    "convolution": (
+        lambda layer: setattr(layer, "mlp", torch.nn.Conv1d(64, 64, 3, padding=1, device="meta")),
+        "mixes neighbouring tokens by convolution",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ODD_LAYERS)
+def test_one_odd_layer_among_equal_ones_is_refused(case: str) -> None:
+    """The code of each layer runs, although most of its operators repeat those of the first."""
+    with torch.device("meta"):
+        module = build(LLAMA | {"num_hidden_layers": 4}, ATTENTION_NAME)
+    change, reason = ODD_LAYERS[case]
+    probe(module, "m")
+    change(module.model.layers[2])
+    with pytest.raises(Unsupported, match=reason):
         probe(module, "m")
