@@ -79,11 +79,16 @@ class UsageError(SpecdecError):
 
 
 class TooManyProposals(UsageError):
-    """k is more than a draft can propose. most: the largest k that it can."""
+    """k is more than a draft can propose.
 
-    def __init__(self, message: str, hint: str, most: int) -> None:
-        super().__init__(message, hint)
-        self.most = most
+    most: the largest k that it can propose.
+    limit: the sentence that says so.
+    """
+
+    def __init__(self, k: int, most: int, limit: str) -> None:
+        told = f"-k {k} (speculation.num_speculative_tokens): {limit}"
+        super().__init__(told, f"pass -k {most} or less")
+        self.most, self.limit = most, limit
 
 
 class OtherSettings(UsageError):

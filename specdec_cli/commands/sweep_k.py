@@ -299,8 +299,7 @@ def sweep_k(
                     # The default list ends where the proposals of a draft end.
                     lengths = [k for k in lengths if k <= refused.most]
                     if asked.is_heard and not asked.quiet:
-                        told = refused.message.partition(": ")[2]
-                        say(f"k goes up to {refused.most} by default: {told}")
+                        say(f"k goes up to {refused.most} by default: {refused.limit}")
             if minutes is not None:
                 from specdec_cli.experiment.sweep.budget import fitting, of_size, sweep_seconds
 

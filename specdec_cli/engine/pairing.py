@@ -182,12 +182,8 @@ def check_k(draft: Draft, k: int) -> None:
     """Raise `TooManyProposals` if k is more than the draft can propose."""
     if draft.max_k is not None and k > draft.max_k:
         why = f" ({found})" if (found := draft.notes.get("block")) else ""
-        raise TooManyProposals(
-            f"-k {k} (speculation.num_speculative_tokens): the draft {draft.spec.name} proposes at "
-            f"most {draft.max_k} tokens a round{why}",
-            f"pass -k {draft.max_k} or less",
-            draft.max_k,
-        )
+        limit = f"the draft {draft.spec.name} proposes at most {draft.max_k} tokens a round{why}"
+        raise TooManyProposals(k, draft.max_k, limit)
 
 
 def check_policy(draft: Draft | None, speculation: SpeculationSection, k: int) -> None:

@@ -131,6 +131,7 @@ def _experts(layer: Any, config: Any, family: Family, read: Tensor | None) -> op
 
 
 def _gated_experts(layer: Any, config: Any, family: Family, read: Tensor | None) -> ops.Experts:
+    """Return the experts of a layer of any other family; they share the module's weights."""
     router, choice_bias = layer.mlp.gate, None
     routing = ops.Routing(
         num_chosen=int(config.num_experts_per_tok),

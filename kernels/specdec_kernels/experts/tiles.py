@@ -110,7 +110,6 @@ class GroupTiles(NamedTuple):
     num_stages: int
     slices: int = 1  # block_k is divided into this many slices; above 1 for quantised weights
     maxnreg: int | None = None  # maximum registers per thread, or None for no limit
-    parts: int = 1  # number of parts of each expert's columns; above 1 only for tiled weights
 
 
 # Each case holds the tiles for the gate and up projections, those for the down projection, and the

@@ -17,11 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.gpu import CAPABILITY, gpu_of, power_of_2_from
-from specdec_kernels.launch_triton import (
-    INTERPRETED,
-    after_predecessor,
-    dependence,
-)
+from specdec_kernels.launch_triton import INTERPRETED, after_predecessor, dependence
 from specdec_kernels.linear.few_rows_triton import add_product
 from specdec_kernels.linear.stored import BLOCK, MXFP4, TILE_ROWS, Stored
 from specdec_kernels.linear.stored_groups_triton import ROWS
