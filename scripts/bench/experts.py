@@ -22,7 +22,7 @@ from specdec_kernels.experts.down_triton import down_add_norm_triton
 from specdec_kernels.experts.gate_up_triton import gate_up_triton
 from specdec_kernels.experts.group_triton import group_triton
 from specdec_kernels.experts.grouped_triton import grouped_mixture_add_norm, grouped_product
-from specdec_kernels.experts.mixture_triton import has_few_tokens, way_of
+from specdec_kernels.experts.mixture_triton import has_few_tokens
 from specdec_kernels.experts.reference import Experts, Routing, in_tiles
 from specdec_kernels.experts.route_triton import route_triton
 from specdec_kernels.experts.sorted_triton import sorted_mixture_add_norm
@@ -31,6 +31,7 @@ from specdec_kernels.experts.tiles import (
     GroupTiles,
     choose_expert_tiles,
     choose_group_tiles,
+    way_of,
 )
 from specdec_kernels.linear.reference import Normed
 from specdec_kernels.linear.stored import Storage
@@ -202,7 +203,7 @@ def measure(rows: int, layers: list[Experts], norm: Tensor, args: argparse.Names
 def measure_few(
     xs: list[Normed], layers: list[Experts], norm: Tensor, timed: Callable[..., None]
 ) -> None:
-    way = way_of(layers[0])
+    way = way_of(layers[0].gate_up, layers[0].down)
     chosen = choose_expert_tiles(len(xs[0].hidden), 2, way)
     is_tiled = way == "tiled"
 
@@ -228,7 +229,7 @@ def measure_groups(
 ) -> None:
     first = layers[0]
     sizes = len(xs[0].hidden), first.routing.num_chosen, first.num_experts
-    way = way_of(first)
+    way = way_of(first.gate_up, first.down)
     chosen = choose_group_tiles(*sizes, 2, way=way)
     if chosen is None:
         return

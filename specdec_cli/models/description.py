@@ -137,7 +137,8 @@ class Description(Unfilled):
     def pass_bytes(
         self, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool = False
     ) -> int:
-        shapes = PassShapes(self.module, self.layers[0], self.dtype, self.parallel.size)
+        ranks = self.parallel.size
+        shapes = PassShapes(self.module, self.layers[0], self.dtype, ranks, self.device)
         how = {"gathers": gathers, "is_compiled": is_compiled}
         return self.hidden_bytes(tokens) + peak_bytes(shapes, tokens, logit_rows, **how)
 

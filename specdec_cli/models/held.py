@@ -55,10 +55,12 @@ class StoredParameter(nn.Parameter):
 
 
 def weight_of(parameter: Tensor) -> Tensor | Stored:
-    """Return the weight of a module's parameter as it is stored, whether quantised or not."""
+    """Return the weight of a module's parameter as it is stored, whether quantised or not. The
+    parameter may be on meta."""
     if not isinstance(parameter, StoredParameter):
         return parameter.data
-    assert parameter.value is not None, "on meta"
+    if parameter.value is None:
+        return parameter.stored_as.on_meta(parameter.shape_written)
     return parameter.value
 
 

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from specdec_kernels.experts.plan import FEW_TOKENS, are_few
-from specdec_kernels.experts.tiles import PARTIAL_SUMS, choose_group_tiles
+from specdec_kernels.experts.tiles import PARTIAL_SUMS, choose_group_tiles, way_of
 from specdec_kernels.linear.tile_tables import STORED_ROWS
+from specdec_kernels.linear.tiles import can_be_tiled
 
 from specdec_cli.core.kv_cache import LayerShape
 from specdec_cli.core.live_bytes import LiveBytes
@@ -20,7 +21,7 @@ from specdec_cli.models.fused_layer import (
     has_experts,
     matrices,
 )
-from specdec_cli.models.held import StoredParameter, lendable
+from specdec_cli.models.held import StoredParameter, lendable, weight_of
 from specdec_cli.models.rotary_tables import num_turns
 
 
@@ -30,12 +31,14 @@ class PassShapes(NamedTuple):
 
     shape: the cache shape of a layer.
     ranks: the number of ranks that share the model.
+    device: where passes run.
     """
 
     module: Any
     shape: LayerShape
     dtype: torch.dtype
     ranks: int
+    device: torch.device
 
 
 def peak_bytes(
@@ -81,9 +84,20 @@ def _plain_numbers(model: PassShapes, tokens: int, family: Family) -> int:
             found = max(found, *map(_stored_numbers, matrices(layer)))
         if has_experts(layer) and tokens > FEW_TOKENS:
             count, chosen, _ = expert_sizes(layer, config, family)
-            if choose_group_tiles(tokens, chosen, count, 2, way="stored") is None:
+            if choose_group_tiles(tokens, chosen, count, 2, way=_way_of(layer, model)) is None:
                 found = max(found, _stored_numbers(layer.mlp.experts.parameters()))
     return found
+
+
+def _way_of(layer: Any, model: PassShapes) -> str:
+    """Return the way in which kernels read the experts of a layer, a result of `way_of`."""
+    experts = layer.mlp.experts
+    gate_up, down = weight_of(experts.gate_up_proj), weight_of(experts.down_proj)
+    # A process that has not used the GPU yet may fork, which it must not do afterwards.
+    device = model.device if torch.cuda.is_initialized() else torch.device("meta")
+    if can_be_tiled(model.dtype, device, gate_up, down):
+        return "tiled"
+    return way_of(gate_up, down)
 
 
 def _stored_numbers(parameters: Iterable[Any]) -> int:
@@ -114,9 +128,10 @@ def _mlp_numbers(model: PassShapes, tokens: int, streams: int, family: Family) -
         gated = 2 * inner if is_stored else inner
         few_rows = min(count, chosen * tokens) * gated + 2 * PARTIAL_SUMS * hidden
         grouped_rows = chosen * (gated + hidden) + 4 * count
+        ways = "plain", _way_of(layer, model)  # dequantised weights are plain
         if are_few(tokens, chosen, count):
             rows = few_rows
-        elif choose_group_tiles(tokens, chosen, count, 2) is not None:
+        elif any(choose_group_tiles(tokens, chosen, count, 2, way=way) for way in ways):
             rows = grouped_rows
         else:
             rows = sorted_rows

@@ -30,16 +30,16 @@ from specdec_kernels.attention.tiles import PagedTiles, choose_cut, paged_tiles
 from specdec_kernels.experts.down_triton import down_constants
 from specdec_kernels.experts.gate_up_triton import gate_up_constants
 from specdec_kernels.experts.grouped_triton import grouped_constants
-from specdec_kernels.experts.mixture_triton import readable, way_of
+from specdec_kernels.experts.mixture_triton import readable
 from specdec_kernels.experts.reference import CLAMPED, Experts, Routing
 from specdec_kernels.experts.route_triton import router_constants
-from specdec_kernels.experts.tiles import choose_expert_tiles, choose_group_tiles
+from specdec_kernels.experts.tiles import choose_expert_tiles, choose_group_tiles, way_of
 from specdec_kernels.gpu import SHARED_MEMORY, Gpu, power_of_2_from
 from specdec_kernels.launch_triton import launch_options, options_of
-from specdec_kernels.linear.mx_sums_triton import can_be_tiled
-from specdec_kernels.linear.stored import KINDS, Storage, Stored
+from specdec_kernels.linear.stored import Storage
 from specdec_kernels.linear.stored_groups_triton import form_of
 from specdec_kernels.linear.tiles import (
+    can_be_tiled,
     choose_row_tiles,
     choose_stored_tiles,
     choose_terms_tiles,
@@ -128,19 +128,11 @@ def one_row(
     size = (features * (2 if kind == "gate" else 1), width)
     x = torch.empty(1, width, dtype=dtype, device="meta")
     plain = torch.empty(size, dtype=dtype, device="meta")
-    weight = plain if storage is None else on_meta(storage, size)
+    weight = plain if storage is None else storage.on_meta(size)
     tiles = choose_row_tiles(kind, x, weight)
     assert tiles is not None
     constants = {"TILES": tiles, "FORM": form_of(weight)} | options_of(tiles) | around(kind, width)
     return constants | (without_zeros(storage) if storage else absent("scales", "zeros"))
-
-
-def on_meta(storage: Storage, size: tuple[int, ...]) -> Stored:
-    """A stored weight without numbers."""
-    codes = torch.empty(storage.codes_shape(size), dtype=KINDS[storage.kind].codes, device="meta")
-    scales = torch.empty(storage.scales_shape(size), dtype=storage.scales, device="meta")
-    zeros = scales.to(torch.uint8) if storage.has_zeros else None
-    return Stored(codes, scales, scales if storage.has_minima else zeros, storage)
 
 
 def stored_types(storage: Storage) -> dict[str, str]:
@@ -166,7 +158,7 @@ def stored(
     kind: str, rows: int, width: int, features: int, storage: Storage, **more: Any
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Constants of a product with a stored weight, as the launcher chooses them, and types."""
-    weight, dtype = on_meta(storage, (features, width)), more.pop("dtype", torch.bfloat16)
+    weight, dtype = storage.on_meta((features, width)), more.pop("dtype", torch.bfloat16)
     x = torch.empty(rows, width, dtype=dtype, device="meta")
     as_terms = choose_terms_tiles(kind, x, weight)
     tiles = as_terms or choose_stored_tiles(kind, x, weight)
@@ -241,14 +233,15 @@ def mixture(
     )
     experts = Experts(router, gate_up, down, routing, **more)
     if storage is not None:
-        held = [on_meta(storage, tuple(weight.shape)) for weight in (gate_up, down)]
-        if can_be_tiled(dtype, *held):
+        held = [storage.on_meta(weight.shape) for weight in (gate_up, down)]
+        if can_be_tiled(dtype, router.device, *held):
             held = [replace(w, storage=replace(storage, is_tiled=True)) for w in held]
         experts = experts._replace(gate_up=held[0], down=held[1])
     fields = absent("scales", "zeros") if storage is None else without_zeros(storage)
     if "group" in name:
         return grouped(name, rows, experts, room) | fields
-    tiles = choose_expert_tiles(rows, dtype.itemsize, way_of(experts))
+    way = way_of(experts.gate_up, experts.down)
+    tiles = choose_expert_tiles(rows, dtype.itemsize, way)
     _, (gate_tiles, down_tiles) = readable(experts, tiles, dtype)
     if name == "route":
         found: dict[str, Any] = router_constants(128, experts, dtype.itemsize)
@@ -271,7 +264,8 @@ def grouped(name: str, rows: int, experts: Experts, room: int) -> dict[str, Any]
         return found | {"DEPENDENT": True} | absent("bias", "choice_bias", "squares", "factors")
     num_chosen = experts.routing.num_chosen
     sizes = rows, num_chosen, experts.num_experts
-    tiles = choose_group_tiles(*sizes, dtype.itemsize, room, way_of(experts))
+    way = way_of(experts.gate_up, experts.down)
+    tiles = choose_group_tiles(*sizes, dtype.itemsize, room, way)
     assert tiles is not None
     _, tiles = readable(experts, tiles, dtype)
     is_gate = name == "grouped_gate_up"
@@ -530,7 +524,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     },
     "plain-tiled": (
         *("linear.plain_triton", "plain_tiled_kernel", "*bf16"),
-        {"K": 2880, "FORM": form_of(on_meta(replace(MX, is_tiled=True), (64, 2880)))},
+        {"K": 2880, "FORM": form_of(replace(MX, is_tiled=True).on_meta((64, 2880)))},
         {"codes_ptr": "*u8", "scales_ptr": "*u8"},
     ),
     **{
@@ -681,8 +675,14 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("down", "minima", 8, Q4_K, {}),
             ("grouped_gate_up", "mxfp4", 32, MX, OSS_SIZES),
             ("grouped_gate_up", "mxfp4-many", 128, MX, OSS_SIZES),
+            ("grouped_gate_up", "mxfp4-prompt", 2048, MX, OSS_SIZES),
             ("grouped_down", "mxfp4", 64, MX, {**OSS_SIZES, "sizes": (128, 2880, 1440)}),
-            ("grouped_down", "fp8", 128, Storage("fp8", (128, 128)), {}),
+            ("grouped_down", "mxfp4-prompt", 512, MX, OSS_SIZES),
+            ("grouped_gate_up", "fp8", 256, BLOCKS, {}),
+            ("grouped_down", "fp8", 128, BLOCKS, {}),
+            ("grouped_gate_up", "int4-prompt", 1024, GPTQ, {}),
+            ("grouped_down", "int4-prompt", 1024, GPTQ, {}),
+            ("grouped_gate_up", "minima", 128, Q4_K, {}),
         )
     },
     "in_order": (

@@ -21,6 +21,7 @@ from specdec_kernels.experts.route_triton import (
     load_routes,
     store_logits,
 )
+from specdec_kernels.experts.tiles import router_tiles
 from specdec_kernels.launch_triton import is_last
 from specdec_kernels.linear.reference import Normed
 
@@ -87,8 +88,9 @@ def group_kernel(
 
 def group_triton(x: Normed, experts: Experts) -> PairGroups:
     """Choose the experts of the tokens x [T, K], and return the pairs grouped by expert."""
-    num_rows = len(x.scaled)
-    assert num_rows < SIZES.value
+    num_rows, width = x.scaled.shape
+    tiles = router_tiles(width, x.scaled.element_size())
+    assert triton.cdiv(num_rows, tiles.block_m) < SIZES.value
     empty = partial(torch.empty, dtype=torch.float32, device=x.scaled.device)
     groups = PairGroups(
         sizes=empty(experts.num_experts, dtype=torch.int32),

@@ -25,13 +25,13 @@ from specdec_kernels.experts.tiles import (
     choose_expert_tiles,
     choose_group_tiles,
     most_tokens,
+    way_of,
 )
 from specdec_kernels.gpu import gpu_of
-from specdec_kernels.linear.mx_sums_triton import can_be_tiled, is_tiled
 from specdec_kernels.linear.plain_triton import plain_triton
 from specdec_kernels.linear.reference import Normed
 from specdec_kernels.linear.stored import BLOCK, Stored
-from specdec_kernels.linear.tiles import slices_for
+from specdec_kernels.linear.tiles import can_be_tiled, slices_for
 
 AnyTiles = TypeVar("AnyTiles", ExpertTiles, GroupTiles)
 
@@ -46,7 +46,7 @@ def mixture_add_norm_triton(x: Normed, experts: Experts, norm_weight: Tensor, ep
 
 def in_tiles_triton(experts: Experts, dtype: torch.dtype) -> Experts:
     """See `ops.in_tiles`."""
-    if not can_be_tiled(dtype, experts.gate_up, experts.down):
+    if not can_be_tiled(dtype, experts.router.device, experts.gate_up, experts.down):
         return experts
     gate_up, down = (w.tiled() for w in (experts.gate_up, experts.down) if isinstance(w, Stored))
     return experts._replace(gate_up=gate_up, down=down)
@@ -68,7 +68,7 @@ def mixture_to_peers(
 def has_few_tokens(x: Normed, experts: Experts) -> bool:
     """Return whether the kernels for a few tokens compute the mixture of x."""
     num_rows = len(x.hidden)
-    way = way_of(experts)
+    way = way_of(experts.gate_up, experts.down)
     if way == "plain":
         return are_few(num_rows, experts.routing.num_chosen, experts.num_experts)
     return 0 < num_rows <= most_tokens(way)
@@ -78,7 +78,8 @@ def of_few_tokens(x: Normed, experts: Experts) -> tuple[Tensor, ExpertPlan, Expe
     """Route a few tokens and compute the first matmuls of their experts. Return the arguments of
     `down_add_norm_triton` up to the tiles."""
     dtype = x.hidden.dtype
-    tiles = choose_expert_tiles(len(x.hidden), dtype.itemsize, way_of(experts))
+    way = way_of(experts.gate_up, experts.down)
+    tiles = choose_expert_tiles(len(x.hidden), dtype.itemsize, way)
     experts, (first, second) = readable(experts, tiles, dtype)
     plan = route_triton(x, experts)
     return gate_up_triton(x.scaled, plan, experts, first), plan, experts, second
@@ -98,7 +99,8 @@ def of_many_tokens(
     sizes = len(x.hidden), experts.routing.num_chosen, experts.num_experts
     end = residual, norm_weight, eps, into
     room = gpu_of(x.hidden.device).shared_memory
-    grouped = choose_group_tiles(*sizes, dtype.itemsize, room, way_of(experts))
+    way = way_of(experts.gate_up, experts.down)
+    grouped = choose_group_tiles(*sizes, dtype.itemsize, room, way)
     if grouped is None:
         gate_up, down = (plain_triton(w, dtype) for w in (experts.gate_up, experts.down))
         experts = experts._replace(gate_up=gate_up, down=down)
@@ -110,19 +112,12 @@ def of_many_tokens(
     return grouped_mixture_add_norm(x, groups, experts, grouped, *end)
 
 
-def way_of(experts: Experts) -> str:
-    """Return the name in `tiles.EXPERTS` of the way in which kernels read the experts' weights."""
-    if isinstance(experts.gate_up, Tensor):
-        return "plain"
-    return "tiled" if is_tiled(experts.gate_up) else "stored"
-
-
 def readable(
     experts: Experts, tiles: tuple[AnyTiles, AnyTiles], dtype: torch.dtype
 ) -> tuple[Experts, tuple[AnyTiles, AnyTiles]]:
     """Apply `fitted` to both weights of the experts. Return the experts with weights that the
     kernels can read, and the tiles for gate and up, and for down."""
-    if way_of(experts) == "tiled":
+    if way_of(experts.gate_up, experts.down) == "tiled":
         return experts, tiles
     gate_up, first = fitted(experts.gate_up, tiles[0], dtype)
     down, second = fitted(experts.down, tiles[1], dtype)

@@ -2,11 +2,16 @@
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 from specdec_kernels.gpu import SHARED_MEMORY
-from specdec_kernels.linear.tiles import SCRATCH
+from specdec_kernels.linear.stored import BLOCK, Stored
+from specdec_kernels.linear.tiles import SCRATCH, is_tiled, slices_for
 from specdec_kernels.tiles import Case, first_fit
 
-MANY_TOKENS = 512  # maximum tokens for `grouped_triton`; `sorted_triton` is used for more
+# Maximum tokens for `grouped_triton`, by the way in which weights are read (see `way_of`). For more
+# tokens, quantised weights are dequantised, and `sorted_triton` multiplies.
+MANY_TOKENS = {"plain": 512, "stored": 2048, "sliced": 512, "tiled": 4096}
 
 
 class ExpertTiles(NamedTuple):
@@ -38,7 +43,7 @@ H200 = (
 )
 # `STORED` has the cases for quantised weights. These are always the matmul's left operand, whereas
 # other weights are the right operand if block_m is 16. The tiles are used for all inputs of up to
-# 16 tokens, even if every expert is chosen, because `STORED_GROUPS` was not measured for so few
+# 16 tokens, even if every expert is chosen, because `SLICED_GROUPS` was not measured for so few
 # tokens.
 STORED = (
     Case((ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 4)), (2,)),
@@ -57,8 +62,23 @@ TILED = (
     Case((_GATE_UP._replace(maxnreg=80), _DOWN), (4,)),
     Case((_GATE_UP._replace(maxnreg=80), _DOWN._replace(splits=32)), (8,)),
 )
-EXPERTS = {"plain": H200, "stored": STORED, "tiled": TILED}
+EXPERTS = {"plain": H200, "stored": STORED, "sliced": STORED, "tiled": TILED}
 PARTIAL_SUMS = max(down.splits for cases in EXPERTS.values() for (_, down), *_ in cases)
+
+
+def way_of(gate_up: Tensor | Stored, down: Tensor | Stored) -> str:
+    """Return the way in which kernels read the two weights of experts.
+
+    "tiled" is for weights in the order of `Stored.tiled`, "stored" for quantised weights in which
+    128 columns of a row share a scale, "sliced" for other quantised weights, and "plain" for
+    weights that are not quantised.
+    """
+    if isinstance(gate_up, Tensor):
+        return "plain"
+    if is_tiled(gate_up):
+        return "tiled"
+    held = [weight for weight in (gate_up, down) if isinstance(weight, Stored)]
+    return "stored" if all(slices_for(weight, BLOCK, 1) == 1 for weight in held) else "sliced"
 
 
 def choose_expert_tiles(
@@ -68,8 +88,7 @@ def choose_expert_tiles(
     T = `num_rows` tokens.
 
     itemsize: bytes per value of the activations.
-    way: how the weights are read, a name in `EXPERTS`. "stored" is for quantised weights, whose
-        groups `mixture_triton.fitted` aligns the tiles with; "tiled" for those of `Stored.tiled`.
+    way: how the weights are read, a result of `way_of`.
     """
     found = first_fit(EXPERTS[way], (num_rows,))
     assert found is not None
@@ -124,17 +143,32 @@ H200_GROUPS = (
     Case((GroupTiles(64, 64, 128, 4, 4), GroupTiles(64, 128, 128, 4, 4)), (64,)),
 )
 
-STORED_GROUPS = (
+SLICED_GROUPS = (
     Case((GroupTiles(16, 32, 256, 4, 3, 4), GroupTiles(16, 32, 256, 4, 3, 4)), (6,)),
     Case((GroupTiles(32, 16, 256, 4, 3, 4), GroupTiles(32, 16, 256, 4, 3, 4)), (24,)),
 )
-# With more registers than these, fewer programs of gate and up run side by side.
+# `STORED_GROUPS` was measured on experts of 2048 x 768, in fp8 and int4.
+STORED_GROUPS = (
+    SLICED_GROUPS[0],
+    Case((GroupTiles(64, 64, 128, 4, 3), GroupTiles(64, 64, 128, 4, 4)), (48,)),
+    Case((GroupTiles(64, 64, 128, 4, 3), GroupTiles(128, 64, 128, 4, 3)), (1024,)),
+)
+# With more registers than these, fewer programs of gate and up run side by side. From 24 pairs on,
+# tensor cores limit the rate.
 TILED_GROUPS = (
     Case((GroupTiles(8, 32, 256, 4, 3, 1, 80), GroupTiles(8, 64, 256, 4, 3, 1, 96)), (5,)),
     Case((GroupTiles(16, 32, 256, 4, 3, 1, 128), GroupTiles(16, 64, 256, 4, 3)), (10,)),
     Case((GroupTiles(32, 32, 128, 4, 4, 1, 128), GroupTiles(32, 64, 256, 4, 3)), (24,)),
+    Case((GroupTiles(64, 32, 256, 4, 3), GroupTiles(64, 64, 256, 4, 3)), (48,)),
+    Case((GroupTiles(64, 32, 256, 4, 3), GroupTiles(128, 64, 128, 4, 3)), (160,)),
+    Case((GroupTiles(128, 64, 128, 8, 3), GroupTiles(128, 64, 128, 4, 3)), (1024,)),
 )
-GROUPS = {"plain": H200_GROUPS, "stored": STORED_GROUPS, "tiled": TILED_GROUPS}
+GROUPS = {
+    "plain": H200_GROUPS,
+    "stored": STORED_GROUPS,
+    "sliced": SLICED_GROUPS,
+    "tiled": TILED_GROUPS,
+}
 
 
 def choose_group_tiles(
@@ -150,11 +184,13 @@ def choose_group_tiles(
 
     itemsize: bytes per value of the activations.
     room: bytes of shared memory that a program can use.
-    way: how the weights are read, a name in `GROUPS`.
+    way: how the weights are read, a result of `way_of`.
     """
+    if way == "stored" and itemsize > 2:
+        way = "sliced"  # the larger tiles would not fit
     pairs = num_rows * num_chosen / num_experts
     found = first_fit(GROUPS[way], (pairs,))
-    if found is None or not 0 < num_rows <= MANY_TOKENS:
+    if found is None or not 0 < num_rows <= MANY_TOKENS[way]:
         return None
     return _fitted(found[0], 2, itemsize, room), _fitted(found[1], 1, itemsize, room)
 

@@ -16,14 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.gpu import CAPABILITY, gpu_of, power_of_2_from
+from specdec_kernels.gpu import power_of_2_from
 from specdec_kernels.launch_triton import INTERPRETED, after_predecessor, dependence
 from specdec_kernels.linear.few_rows_triton import add_product
-from specdec_kernels.linear.stored import BLOCK, MXFP4, TILE_ROWS, Stored
+from specdec_kernels.linear.stored import BLOCK, Stored
 from specdec_kernels.linear.stored_groups_triton import ROWS
+from specdec_kernels.linear.tiles import is_tiled
 
-GROUP = 32  # columns that share a scale
-READ = MXFP4, (1, GROUP)  # kind and group of the weights
 COLUMNS = tl.constexpr(BLOCK)
 WORDS = tl.constexpr(BLOCK // 4)  # pairs of bytes in a block of columns
 # The numbers that tensor cores read are too small by this factor. Their exponents have to fit into
@@ -41,24 +40,6 @@ _NUMBERS = tl.constexpr(
     shr.b32 a, $4, 6; and.b32 b, $4, 0x80008000;
     lop3.b32 a, a, 0x01c001c0, b, 0xea; mul.rn.bf16x2 $3, a, $7; }"""
 )
-
-
-def can_be_tiled(dtype: torch.dtype, *weights: Tensor | Stored) -> bool:
-    """Return whether `mx_sums` can multiply x of a dtype by all these weights once they are tiled:
-    x is bf16, the GPU has these matmuls, and weights are in mxfp4 with whole groups and tiles."""
-    return dtype == torch.bfloat16 and all(map(_can_be_tiled, weights))
-
-
-def _can_be_tiled(weight: Tensor | Stored) -> bool:
-    if isinstance(weight, Tensor) or (weight.storage.kind, weight.storage.group) != READ:
-        return False
-    is_whole = weight.shape[-1] % GROUP == weight.shape[-2] % TILE_ROWS == 0
-    return is_whole and gpu_of(weight.codes.device).capability == CAPABILITY
-
-
-def is_tiled(weight: Tensor | Stored) -> bool:
-    """Return whether a weight is in the order of `Stored.tiled`."""
-    return not isinstance(weight, Tensor) and weight.storage.is_tiled
 
 
 @triton.jit

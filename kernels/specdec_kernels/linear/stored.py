@@ -170,6 +170,15 @@ class Storage:
         of_group = self.scales.itemsize * (1 + self.has_minima) + self.has_zeros
         return codes + torch.Size(self.scales_shape(shape)).numel() * of_group
 
+    def on_meta(self, shape: Sequence[int]) -> "Stored":
+        """Return a weight of `shape` on the meta device, which has no values."""
+        kind, zeros = KINDS[self.kind].codes, None
+        codes = torch.empty(self.codes_shape(shape), dtype=kind, device="meta")
+        scales = torch.empty(self.scales_shape(shape), dtype=self.scales, device="meta")
+        if self.has_minima or self.has_zeros:
+            zeros = scales if self.has_minima else scales.to(kind)
+        return Stored(codes, scales, zeros, self)
+
     def numbers_of_code(self, dim: int) -> int:
         """Return how many rows (`dim` -2) or columns (-1) one element of the codes holds."""
         return KINDS[self.kind].per_code if dim == -1 else 1

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from specdec_kernels.gpu import (
     CACHE_LINE,
+    CAPABILITY,
     MULTIPROCESSORS,
     SHARED_MEMORY,
     gpu_of,
     power_of_2_from,
     power_of_2_to,
 )
-from specdec_kernels.linear.stored import BLOCK, KINDS, Stored
+from specdec_kernels.linear.stored import BLOCK, KINDS, MXFP4, TILE_ROWS, Stored
 from specdec_kernels.linear.tile_tables import FINE, STORED, TABLES, TERMS, Tiles
 from specdec_kernels.tiles import first_fit, table_for
 
@@ -38,6 +39,7 @@ LEAST = 512  # minimum values of a weight row per split
 SPLITS = 8  # maximum splits
 FEW = 8  # up to this many rows of x, decoding codes is faster than splitting x into fp8 terms
 SLICE = 16  # minimum bytes per slice, the K of one tensor-core instruction
+GROUP = 32  # columns that share a scale in weights that can be tiled
 
 
 def leaves_norm(x: Tensor) -> bool:
@@ -260,6 +262,26 @@ def choose_terms_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
     return tiles._replace(
         splits=min(most, power_of_2_to(programs // -(-features // tiles.block_n)))
     )
+
+
+def is_tiled(weight: Tensor | Stored) -> bool:
+    """Return whether a weight is in the order of `Stored.tiled`."""
+    return not isinstance(weight, Tensor) and weight.storage.is_tiled
+
+
+def can_be_tiled(dtype: torch.dtype, device: torch.device, *weights: Tensor | Stored) -> bool:
+    """Return whether `mx_sums_triton` can multiply x of a dtype by all these weights once they are
+    tiled and on a device: x is bf16, the GPU has these matmuls, and weights are in mxfp4 with whole
+    groups and tiles."""
+    fits = dtype == torch.bfloat16 and gpu_of(device).capability == CAPABILITY
+    return fits and all(map(_can_be_tiled, weights))
+
+
+def _can_be_tiled(weight: Tensor | Stored) -> bool:
+    if isinstance(weight, Tensor) or weight.storage.kind != MXFP4:
+        return False
+    is_whole = weight.shape[-1] % GROUP == weight.shape[-2] % TILE_ROWS == 0
+    return is_whole and weight.storage.group == (1, GROUP)
 
 
 def slices_for(weight: Stored, block_k: int, least: int) -> int | None:

@@ -1,6 +1,7 @@
 """Mixtures of experts: routing, plan, products and sums against torch."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -30,12 +31,17 @@ from specdec_kernels.experts.reference import (
 )
 from specdec_kernels.experts.route_triton import route_triton
 from specdec_kernels.experts.sorted_triton import combine_triton, sorted_mixture_add_norm
-from specdec_kernels.experts.tiles import MANY_TOKENS, ExpertTiles, GroupTiles
+from specdec_kernels.experts.tiles import (
+    MANY_TOKENS,
+    ExpertTiles,
+    GroupTiles,
+    choose_group_tiles,
+    way_of,
+)
 from specdec_kernels.launch_triton import counters
-from specdec_kernels.linear.mx_sums_triton import can_be_tiled, is_tiled
 from specdec_kernels.linear.reference import Normed, rms_norm_reference
 from specdec_kernels.linear.stored import Storage
-from specdec_kernels.linear.tiles import FEW_ROWS
+from specdec_kernels.linear.tiles import FEW_ROWS, can_be_tiled, is_tiled
 from torch import Tensor
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
@@ -199,6 +205,7 @@ SIZES = [
     (33, 17, 72),
     (64, 40, 48),
     (130, 9, 40),
+    (1061, 4, 24),
 ]
 
 
@@ -630,10 +637,10 @@ def test_infinite_rows_of_mxfp4_and_rows_that_are_read_otherwise(device):
     slot = plan.experts.tolist().index(2)
     assert inner[slot][0].isfinite().all() and not inner[slot][1].isfinite().any()
     weights = {n: MXFP4.quantised(torch.ones(n, n)) for n in (32, 96, 128, 144, 160)}
-    read = {width for width, weight in weights.items() if can_be_tiled(BF16, weight)}
+    read = {width for width, weight in weights.items() if can_be_tiled(BF16, device, weight)}
     assert weights.keys() - read == {144}
-    assert not can_be_tiled(BF16, weights[128], weights[144])
-    assert not can_be_tiled(torch.float16, weights[128])
+    assert not can_be_tiled(BF16, device, weights[128], weights[144])
+    assert not can_be_tiled(torch.float16, device, weights[128])
 
 
 @pytest.mark.parametrize(("rows", "features"), [(3, 64), (3, 80), (12, 64), (12, 80)])
@@ -796,6 +803,57 @@ def test_reference_runs_on_a_cpu():
     assert_close("scaled", rms_norm_reference(expected, norm, EPS), out.scaled, 1e-12)
 
 
+IN_BLOCKS = {
+    "mxfp4": MXFP4,
+    "fp8": Storage("fp8", (128, 128)),
+    "fp8-rows": Storage("fp8"),
+    "int4": Storage("int4", (1, 128), True, torch.bfloat16),
+}
+
+
+@needs_cuda
+@pytest.mark.parametrize("rows", [50, 100, 500, 1100])
+@pytest.mark.parametrize("form", IN_BLOCKS)
+def test_quantised_layer_of_many_tokens(rows, form, device):
+    """Quantised experts of a prompt's tokens, with the tiles of the tables, are read as they are.
+    The reference is given the kernel's routes, since rounding may reorder experts."""
+    kind = {"dtype": BF16, "device": device}
+    experts = make_experts(5, 256, 384, kind, biases=True, **KINDS["clamped"])
+    held = [IN_BLOCKS[form].quantised(w.float()) for w in (experts.gate_up, experts.down)]
+    plain = {n: w.plain(torch.float64) for n, w in zip(("gate_up", "down"), held, strict=True)}
+    exact = wide(experts)._replace(**plain)
+    experts = in_tiles_triton(experts._replace(gate_up=held[0], down=held[1]), BF16)
+    assert (form == "mxfp4") == is_tiled(experts.gate_up)
+    x = make_stream(rows, 256, kind, parts=0)
+    norm = torch.ones(256, **kind)
+    routes = routes_in(group_triton(x, experts), 5)
+    out = mixture_add_norm_triton(x, experts, norm, EPS)
+    routes = Routes(routes.experts.to(device), routes.weights.to(device))
+    expected = x.hidden.double() + mixture_reference(rows_of(x), routes, exact)
+    assert_close("hidden", expected, out.hidden, 1e-2)
+
+
+def test_quantised_experts_are_read_as_they_are():
+    """Weights whose columns share scales in blocks of 128 are never dequantised for a chunk of a
+    prompt, and others are from some number of tokens on."""
+    size, meta = (4, 256, 256), torch.device("meta")
+    int4, fine = (Storage("int4", (1, wide), scales=BF16).on_meta(size) for wide in (128, 32))
+    rows, blocks = Storage("fp8").on_meta(size), Storage("fp8", (128, 128)).on_meta(size)
+    narrow = Storage("fp8", (1, 48)).on_meta(size)
+    tiled = replace(MXFP4, is_tiled=True).on_meta(size)
+    plain = torch.empty(size, dtype=BF16, device=meta)
+    assert [way_of(w, w) for w in (int4, rows, blocks)] == ["stored"] * 3
+    assert [way_of(w, w) for w in (fine, narrow, MXFP4.on_meta(size))] == ["sliced"] * 3
+    assert way_of(int4, fine) == way_of(fine, int4) == "sliced"
+    assert way_of(int4, plain) == "stored" and way_of(plain, int4) == "plain"
+    assert way_of(tiled, tiled) == "tiled"
+    for way, most in MANY_TOKENS.items():
+        read = [choose_group_tiles(n, 4, 128, 2, way=way) is not None for n in (most, most + 1)]
+        assert read == [True, False]
+    assert MANY_TOKENS["stored"] == MANY_TOKENS["sliced"] * 4 == MANY_TOKENS["tiled"] // 2
+    assert choose_group_tiles(1024, 4, 32, 4, way="stored") is None, "fp32"
+
+
 def test_ways_by_tokens(monkeypatch):
     """A plan while most experts have no token, then groups; the library once experts have many."""
     kind = {"dtype": torch.float32, "device": torch.device("cpu")}
@@ -805,7 +863,7 @@ def test_ways_by_tokens(monkeypatch):
         monkeypatch.setattr(mixture_triton, name, lambda *_, name=name: taken.append(name))
     for name in ("route_triton", "gate_up_triton", "group_triton"):
         monkeypatch.setattr(mixture_triton, name, lambda *_: None)
-    for rows in (3, 4, 256, 257, MANY_TOKENS + 1):
+    for rows in (3, 4, 256, 257, MANY_TOKENS["plain"] + 1):
         x = make_stream(rows, 16, kind, parts=0)
         mixture_add_norm_triton(x, experts, torch.ones(16), EPS)
     ways = [name.split("_")[0] for name in taken]
