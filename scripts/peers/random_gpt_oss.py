@@ -29,17 +29,21 @@ def main() -> None:
     parser.add_argument("shapes", type=Path, help="a folder with gpt-oss's config.json")
     parser.add_argument("folder", type=Path, help="where to write")
     args = parser.parse_args()
-    config = json.loads((args.shapes / "config.json").read_text())
+    write(args.shapes, args.folder)
+
+
+def write(shapes: Path, folder: Path) -> None:
+    config = json.loads((shapes / "config.json").read_text())
     torch.manual_seed(0)
-    args.folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     places: dict[str, str] = {}
     for number, tensors in enumerate(parts(config)):
         name = f"model-{number:05}.safetensors"
-        save_file(tensors, args.folder / name, {"format": "pt"})
+        save_file(tensors, folder / name, {"format": "pt"})
         places |= dict.fromkeys(tensors, name)
     index = {"metadata": {}, "weight_map": places}
-    (args.folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    shutil.copy(args.shapes / "config.json", args.folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy(shapes / "config.json", folder)
 
 
 def parts(config: dict[str, Any]) -> Iterator[dict[str, torch.Tensor]]:

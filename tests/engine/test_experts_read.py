@@ -1,11 +1,13 @@
 """Distinct experts that rounds read, against the routers of transformers' model."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from scripts.peers import random_gpt_oss
 from specdec_cli.core.types import Request, SamplingParams, Sequence
 from tests.support import make_engine, reference, save_tiny
 
@@ -83,3 +85,22 @@ def test_dense_models_count_none(tmp_path: Path) -> None:
     found = engine.run([Request(0, (5, 6))], 0, SamplingParams(max_new_tokens=3))
     assert "distinct_experts" not in found.metrics.as_dict()
     assert found.seqs[0].distinct_experts is None
+
+
+def test_tokens_of_random_gpt_oss_choose_evenly(device: torch.device, tmp_path: Path) -> None:
+    """Weights that all engines read as a checkpoint's. A batch reads far more experts than one
+    token does."""
+    shapes = Path(random_gpt_oss.__file__).parents[2] / "recipes" / "shapes" / "gpt-oss-20b"
+    config = json.loads((shapes / "config.json").read_text())
+    sizes = {"hidden_size": 96, "intermediate_size": 64, "head_dim": 16, "num_hidden_layers": 2}
+    config |= sizes | {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
+    config |= {"layer_types": config["layer_types"][:2], "eos_token_id": 1, "pad_token_id": 0}
+    (tmp_path / "shapes").mkdir()
+    (tmp_path / "shapes" / "config.json").write_text(json.dumps(config | {"bos_token_id": 2}))
+    folder = tmp_path / "weights"
+    random_gpt_oss.write(tmp_path / "shapes", folder)
+    stored = make_engine(folder, None, batch_size=16, device=device, weights="stored")
+    requests = [Request(i, (3 + 7 * i, 5 + i)) for i in range(16)]
+    found = stored.run(requests, 0, SamplingParams(max_new_tokens=4, ignore_eos=True))
+    read = found.metrics.distinct_experts
+    assert read is not None and read > 20, "of 28 on average if tokens choose evenly"

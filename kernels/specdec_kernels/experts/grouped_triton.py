@@ -1,8 +1,9 @@
 """The experts' matmuls over tokens grouped by expert.
 
 A pair is a token and one of its experts. A program computes some features of one expert for all of
-the expert's pairs, one block of pairs at a time. An expert nearly always has a single block, so
-each weight is read once. If there are more blocks, they read the weight again from the L2 cache.
+the expert's pairs, one block of pairs at a time. Except in prompts, an expert nearly always has a
+single block, so each weight is read once. If there are more blocks, they read the weight again from
+the L2 cache.
 The grid covers all experts, so the host need not know how many pairs each has. Features are the
 rows of the matmul and pairs its columns, so the weight is the left operand. Tensor cores can read
 only this operand from registers, into which quantised weights are decoded.

@@ -11,7 +11,7 @@ from specdec_kernels.tiles import Case, first_fit
 
 # Maximum tokens for `grouped_triton`, by the way in which weights are read (see `way_of`). For more
 # tokens, quantised weights are dequantised, and `sorted_triton` multiplies.
-MANY_TOKENS = {"plain": 512, "stored": 2048, "sliced": 512, "tiled": 4096}
+MANY_TOKENS = {"plain": 512, "stored": 1024, "sliced": 512, "tiled": 4096}
 
 
 class ExpertTiles(NamedTuple):
