@@ -41,16 +41,18 @@ def of_arm(found: Samples, arm: str) -> dict[int, Samples]:
 def rates(found: Samples, k: int) -> list[float]:
     """For each position the share of rounds in which its proposal was accepted.
 
-    A round without a proposal accepts none: one in which n-grams found nothing, but also the last
-    round of a text with room for one more token, since samples do not tell the two apart. Without
-    the latter the ratios in docs/comparison.md would be up to 0.01 higher. Other last rounds, which
-    propose fewer than k, are left out.
+    A round in which n-grams found nothing accepts none. Other methods propose in every round with
+    room for two tokens, so a round without a proposal is the last one of a text. It is left out, as
+    are other last rounds, which propose fewer than k. For n-grams it counts, since samples do not
+    tell it from a round that found nothing.
     """
     rounds, accepted = 0, [0] * k
     for sample in found:
         pairs = zip(sample["accepted_per_round"], sample["proposed_per_round"], strict=True)
         counts = [stood for stood, proposed in pairs if proposed == k]
-        rounds += len(counts) + sample["rounds_without_proposal"]
+        rounds += len(counts)
+        if sample["draft"] == "ngram":
+            rounds += sample["rounds_without_proposal"]
         for i in range(k):
             accepted[i] += sum(count > i for count in counts)
     return [count / rounds for count in accepted]

@@ -5,9 +5,11 @@ import pytest
 from scripts.bench.prices import Stages, best_price, lengths_of, rates, read_stages
 
 
-def sample(accepted: list[int], proposed: list[int], without: int = 0) -> dict[str, object]:
+def sample(
+    accepted: list[int], proposed: list[int], without: int = 0, draft: str = "an arm"
+) -> dict[str, object]:
     return {
-        "draft": "an arm",
+        "draft": draft,
         "k": max(proposed),
         "accepted_per_round": accepted,
         "proposed_per_round": proposed,
@@ -15,11 +17,17 @@ def sample(accepted: list[int], proposed: list[int], without: int = 0) -> dict[s
     }
 
 
-def test_rates_count_rounds_without_a_proposal_and_leave_out_short_ones() -> None:
-    found = [sample([2, 0, 1, 1], [2, 2, 2, 1]), sample([1], [2], without=4)]
+def test_rates_leave_out_last_rounds_and_count_rounds_in_which_n_grams_found_nothing() -> None:
+    found = [
+        sample([2, 0, 1, 1], [2, 2, 2, 1], draft="ngram"),
+        sample([1], [2], without=4, draft="ngram"),
+    ]
     # Eight rounds of two proposals or of none: three accept the first, one both.
     assert rates(found, 2) == [3 / 8, 1 / 8]
-    assert lengths_of(found, "an arm") == {2: 1.5} and not lengths_of(found, "another")
+    assert lengths_of(found, "ngram") == {2: 1.5} and not lengths_of(found, "an arm")
+    # A draft proposes nothing only in the last round, with room for a single token.
+    found = [sample([2, 0, 1, 1], [2, 2, 2, 1]), sample([1], [2], without=1)]
+    assert rates(found, 2) == [3 / 4, 1 / 4] and lengths_of(found, "an arm") == {2: 2.0}
 
 
 def test_a_price_is_tokens_over_the_cost_of_a_round() -> None:
