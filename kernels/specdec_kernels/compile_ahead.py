@@ -2,7 +2,6 @@
 which ones are needed."""
 
 import hashlib
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,9 +21,9 @@ def is_ahead() -> bool:
     return _is_ahead
 
 
-def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
-    """Compile all kernels that `run` launches and that are not compiled yet. On devices other than
-    CUDA, do nothing.
+def compile_ahead(run: Callable[[], object], device: torch.device, num_threads: int) -> None:
+    """Compile all kernels that `run` launches and that are not compiled yet, in `num_threads`
+    threads. On devices other than CUDA, do nothing.
 
     `run` is called once, but its launches only request compilation. No kernel executes: tensors
     that `run` allocates contain zeros, and all others keep their values. So code in `run` must not
@@ -38,7 +37,7 @@ def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
     except ImportError:  # this release of Triton cannot compile ahead
         return
     with ExitStack() as stack:
-        compilers = stack.enter_context(_Compilers(device))
+        compilers = stack.enter_context(_Compilers(device, num_threads))
         # Ignore compilation errors here: the real launch of the kernel raises them again.
         stack.enter_context(AsyncCompileMode(compilers, ignore_errors=True))
         stack.callback(compilers.begin.set)
@@ -60,8 +59,7 @@ class _Compilers(ThreadPoolExecutor):
     here, because this may compile their launchers, which are C modules.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        count = len(os.sched_getaffinity(0))
+    def __init__(self, device: torch.device, count: int) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         super().__init__(count, initializer=torch.cuda.set_device, initargs=(index,))
         self.begin = Event()

@@ -18,6 +18,7 @@ from specdec_cli.core.kv_cache import BlockAllocator
 from specdec_cli.core.state import BatchState, Texts, slot_counts
 from specdec_cli.core.types import Sequence
 from specdec_cli.engine.round import RoundParts, RoundRecord, run_round
+from specdec_cli.launch.rank import num_cores
 from specdec_cli.stages import begin_stage
 
 _WARM_UP_ROUNDS = 2
@@ -275,7 +276,7 @@ class RoundCache:
         states = [BatchState(count, columns, device, texts, tail) for count in counts]
         if self.is_captured:
             begin_stage("compiling the kernels of rounds")
-            compile_ahead(partial(_run_each, parts, states, ks), device)
+            compile_ahead(partial(_run_each, parts, states, ks), device, num_cores())
             begin_stage("capturing rounds")
         made = [
             Rounds(parts, state, ks, self.is_captured, self.runs_ahead, self._pool)

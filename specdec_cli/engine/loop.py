@@ -27,6 +27,7 @@ from specdec_cli.engine.round import RoundParts
 from specdec_cli.engine.run import Run, check_finite
 from specdec_cli.engine.scheduler import Scheduler
 from specdec_cli.errors import RunError, UsageError
+from specdec_cli.launch.rank import num_cores
 from specdec_cli.lengths.base import LengthPolicy
 from specdec_cli.lengths.costs import RoundCosts
 from specdec_cli.lengths.fixed import FixedLength
@@ -170,7 +171,7 @@ class Engine:
                 run.scheduler.release_all()
 
         begin_stage("compiling the kernels of prompts")
-        compile_ahead(fill_each, self.target.device)
+        compile_ahead(fill_each, self.target.device, num_cores())
 
     def forecast(
         self, request: Request, output: list[int], k: int, params: SamplingParams

@@ -238,7 +238,13 @@ def _own_threads(seat: Seat) -> int | None:
 
 def num_cores() -> int:
     """Return the number of cores that this process may use at once: those on which it may run, or
-    fewer if its control groups have a CPU quota. More threads would be throttled."""
+    fewer if its control groups have a CPU quota, which is rounded down.
+
+    More threads would use up the quota and then all stand still until its period ends. Under a
+    quota of 1.5, two threads would stand still for 25 ms of every 100. By the times of one and two
+    threads in docs/performance.md, CPU, they would be at most a tenth faster than one thread, and
+    slower under a quota below 1.35. A tenth is not worth times that vary with the quota's periods.
+    """
     quota = cpu_quota()
     return num_allowed() if quota is None else max(1, min(num_allowed(), int(quota.processors)))
 

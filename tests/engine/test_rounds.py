@@ -74,12 +74,16 @@ def test_every_round_obeys_the_arithmetic(draft: Rule, k: int, batch_size: int) 
 
 
 def test_compiling_ahead_leaves_the_engine_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes no blocks and changes no later run. A prompt that does not fit is left out."""
+    """It takes no blocks and changes no later run. A prompt that does not fit is left out. Kernels
+    are compiled on the processors that a CPU quota leaves."""
     ran = []
-    monkeypatch.setattr(loop, "compile_ahead", lambda run, device: ran.append(run()))
+    monkeypatch.setattr(loop, "num_cores", lambda: 3)
+    monkeypatch.setattr(
+        loop, "compile_ahead", lambda run, device, threads: ran.append((run(), threads))
+    )
     engine = fake_engine(sometimes, batch_size=3)
     engine.compile_ahead([1, 9, 10**6], 3, SamplingParams(max_new_tokens=8))
-    assert len(ran) == 1 and engine.allocator.num_used == 0
+    assert ran == [(None, 3)] and engine.allocator.num_used == 0
     prompts = [random_prompt(n) for n in PROMPT_LENGTHS]
     for seq, prompt in zip(decode(engine, prompts, 3, max_new_tokens=13), prompts, strict=True):
         assert seq.output_ids == continuation(target_rule, prompt, 13)

@@ -33,7 +33,7 @@ PyMODINIT_FUNC PyInit_launcher(void) { return PyModule_Create(&module); }
 
 def test_nothing_runs_on_a_cpu():
     ran = []
-    compile_ahead(lambda: ran.append(1), torch.device("cpu"))
+    compile_ahead(lambda: ran.append(1), torch.device("cpu"), 2)
     assert not ran
 
 
@@ -99,7 +99,7 @@ def test_kernels_are_compiled_and_do_not_run(device, tmp_path, monkeypatch):
     # An odd shape, which no other test has compiled.
     x, weight = torch.randn(3, 136, device=device), torch.randn(88, 136, device=device)
     out = torch.full((3, 88), 7.0, device=device)
-    compile_ahead(lambda: ops.linear(x, weight, into=out), device)
+    compile_ahead(lambda: ops.linear(x, weight, into=out), device, 2)
     assert (out == 7.0).all()
     binaries = set(tmp_path.glob("*/*.cubin"))
     assert binaries
