@@ -83,10 +83,12 @@ class TooManyProposals(UsageError):
 
     most: the largest k that it can propose.
     limit: the sentence that says so.
+    is_default: whether k is the default, which neither the command line nor the recipe sets.
     """
 
-    def __init__(self, k: int, most: int, limit: str) -> None:
-        told = f"-k {k} (speculation.num_speculative_tokens): {limit}"
+    def __init__(self, k: int, most: int, limit: str, *, is_default: bool) -> None:
+        by_default = " by default" if is_default else ""
+        told = f"speculation.num_speculative_tokens (-k) is {k}{by_default}: {limit}"
         super().__init__(told, f"pass -k {most} or less")
         self.most, self.limit = most, limit
 

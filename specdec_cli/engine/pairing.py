@@ -178,12 +178,14 @@ def _shape(weight: torch.Tensor) -> str:
     return f"{list(weight.shape)} {str(weight.dtype).removeprefix('torch.')}"
 
 
-def check_k(draft: Draft, k: int) -> None:
+def check_k(draft: Draft, speculation: SpeculationSection) -> None:
     """Raise `TooManyProposals` if k is more than the draft can propose."""
+    k = speculation.num_speculative_tokens
     if draft.max_k is not None and k > draft.max_k:
         why = f" ({found})" if (found := draft.notes.get("block")) else ""
         limit = f"the draft {draft.spec.name} proposes at most {draft.max_k} tokens a round{why}"
-        raise TooManyProposals(k, draft.max_k, limit)
+        is_default = "num_speculative_tokens" not in speculation.model_fields_set
+        raise TooManyProposals(k, draft.max_k, limit, is_default=is_default)
 
 
 def check_policy(draft: Draft | None, speculation: SpeculationSection, k: int) -> None:

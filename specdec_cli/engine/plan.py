@@ -263,7 +263,7 @@ def _plan_on(
         part = groups.draft or TensorParallel(size=draft_degree(recipe))
         begin_stage("describing the draft")
         draft = _draft_of(found, of_draft, part, describe)
-        check_k(draft, k)
+        check_k(draft, recipe.speculation)
         check_vocabulary(target, draft, found.tokenizer)
         found = replace(found, draft=draft)
     if k:

@@ -223,4 +223,4 @@ def test_the_default_lengths_of_a_sweep_end_where_a_draft_s_do(
     assert "k goes up to 7 by default: the draft demo:dflash proposes at most 7 tok" in found.err
     assert "--pairs" not in found.err
     typed = specdec(capsys, *line, "--device", "cpu", "--k", "2,8")
-    assert typed.code == 2 and "-k 8 " in typed.err and "by default" not in typed.err
+    assert typed.code == 2 and "(-k) is 8: " in typed.err and "by default" not in typed.err

@@ -89,6 +89,10 @@ def test_its_degree_is_the_target_s(folders: tuple[Path, Path]) -> None:
 def test_k_is_bounded_by_the_draft(folders: tuple[Path, Path]) -> None:
     register(max_k=3)
     assert planned(folders[0]).k == 3
-    with pytest.raises(UsageError, match=r"^-k 4 .* at most 3 tokens a round") as caught:
-        planned(folders[0], speculation__num_speculative_tokens=4)
-    assert caught.value.code == ExitCode.USAGE and "-k 3" in (caught.value.hint or "")
+    by_default = sets_of(folders[0])
+    del by_default["speculation.num_speculative_tokens"]
+    asked = sets_of(folders[0], speculation__num_speculative_tokens=4)
+    for sets, is_told in ((asked, r"\(-k\) is 4"), (by_default, r"\(-k\) is 5 by default")):
+        with pytest.raises(UsageError, match=rf"{is_told}: .* at most 3 tokens a round") as caught:
+            plan(load_recipe(None, sets))
+        assert caught.value.code == ExitCode.USAGE and "-k 3" in (caught.value.hint or "")
