@@ -47,7 +47,7 @@ def main() -> None:
                     facts = backend.look(f"http://{HOST}:{port}", load_recipe("demo"))
                 except SpecdecError:
                     assert server.poll() is None, "the server has ended"
-            session = ServerSession({3: facts}, 0, 512, 4096, Limits(60.0, 0), False, Line())
+            session = ServerSession({3: facts}, 0, 512, 4096, Limits(60.0, 0), (), Line())
             _measure(session, asked.rate, round(asked.rate * asked.seconds))
             session.line.close()
         finally:

@@ -34,9 +34,10 @@ _REMARKS = {
     "but times are right: measure again while the server has no other work",
     "counters_unread": "the server's counters (/metrics) could be read before its answers, but not "
     "after them, so acceptance is unknown: measure again while the server has no other work",
-    "spec_details_invalid": "the server's reports on rounds contradict themselves, so its counters "
-    "are used instead; without counters acceptance is unknown: update the server, or start it "
-    "without these reports (vLLM's --per-request-spec-decode-metrics)",
+    "spec_details_invalid": "the server's reports on rounds contradict themselves, or the recipe's "
+    "method, so its counters are used instead; without counters acceptance is unknown: name the "
+    "method that the server runs, update the server, or start it without these reports (vLLM's "
+    "--per-request-spec-decode-metrics)",
 }
 
 

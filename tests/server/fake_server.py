@@ -86,8 +86,9 @@ class FakeServer:
     """dialect: vllm, sglang or openai. detailed: vLLM's per-request details. slots: requests that
     run at a time. crowd: a round takes so many times as long while more than `CROWD` requests a
     second arrive. ill: the words of /health. info, model: values that take the place of its own in
-    what it tells of itself, and of its models. metrics: the text of /metrics. mute: a path that
-    never answers."""
+    what it tells of itself, and of its models. metrics: the text of /metrics. skips: whether rounds
+    that accept nothing had no proposals, so that it does not count them. mute: a path that never
+    answers."""
 
     dialect: str = "vllm"
     k: int = 3
@@ -111,6 +112,7 @@ class FakeServer:
     info: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     metrics: str | None = None
+    skips: bool = False
     mute: str = ""
     faults: Faults = field(default_factory=Faults)
     written: list[Written] = field(default_factory=list)
@@ -376,8 +378,9 @@ class FakeServer:
     def _details(self, done: Written) -> dict[str, Any]:
         if not self.k:
             return {}
-        histogram = [done.rounds.count(a) for a in range(max(done.rounds, default=0) + 1)]
-        accepted, rounds = sum(done.rounds), len(done.rounds)
+        told = [a for a in done.rounds if a or not self.skips]
+        histogram = [told.count(a) for a in range(max(told, default=0) + 1)]
+        accepted, rounds = sum(told), len(told)
         match self.faults.bad_details:
             case "sum":
                 histogram[0] += 1

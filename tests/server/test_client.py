@@ -44,7 +44,7 @@ def session_of(
             facts = line.run(lambda http: look_at(http, server.url, None, 1.0))
             k = server.k if facts.k is None else facts.k
             session = ServerSession(
-                {k: facts}, batch, context, VOCABULARY, Limits(timeout_s, 2), False, line
+                {k: facts}, batch, context, VOCABULARY, Limits(timeout_s, 2), (), line
             )
 
             def ask(count: int = 3, params: SamplingParams = PARAMS) -> list[Finished]:
@@ -238,7 +238,7 @@ def test_a_refused_connection_is_tried_again() -> None:
     """A server that has ended refuses connections in this way."""
     line, url = Line(), f"http://{HOST}:{free_port()}"
     facts = ServerFacts(url=url, kind="vllm", version=None, k=3, method=None, model="demo")
-    session = ServerSession({3: facts}, 1, 512, VOCABULARY, Limits(5.0, 2), False, line)
+    session = ServerSession({3: facts}, 1, 512, VOCABULARY, Limits(5.0, 2), (), line)
     found: list[Finished] = []
     session.run([Request(0, (3, 4))], 3, PARAMS, lambda _, done: found.extend(done))
     line.close()

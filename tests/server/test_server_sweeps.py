@@ -201,6 +201,34 @@ def test_a_server_of_another_method_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("algorithm", "method", "may_skip"),
+    [
+        ("NGRAM", "pard", True),  # SGLang has no method pard
+        ("EAGLE", "none", False),
+        ("NEXT_YEARS", "none", True),
+        ("NEXT_YEARS", "pard", False),
+    ],
+)
+def test_a_server_s_own_method_decides_whether_rounds_may_propose_nothing(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    algorithm: str,
+    method: str,
+    may_skip: bool,
+) -> None:
+    (tmp_path / "config.json").write_text('{"pard_token": 5}')
+    server = FakeServer("sglang", k=2, algorithm=algorithm, skips=True)
+    with running(server):
+        none = ("--set", "speculation.method=none", "--set", "draft=null")
+        words = none if method == "none" else ("--draft", tmp_path)
+        found = swept(capsys, *urls(server), *words)
+    assert ("spec_details_invalid" in codes(found)) != may_skip
+    known = point(found, 2)["metrics"]["mean_acceptance_length"]
+    told = [a for w in server.written[1:] for a in w.rounds if a]
+    assert known == (pytest.approx(1 + sum(told) / len(told)) if may_skip else None)
+
+
+@pytest.mark.parametrize(
     ("words", "told"),
     [
         (("--draft", "mine"), "has no method mine, which is a plugin's"),

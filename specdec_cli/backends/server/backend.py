@@ -24,7 +24,8 @@ from specdec_cli.backends.server.session import Line, ServerSession
 from specdec_cli.core.types import Permissions
 from specdec_cli.errors import Notice, RunError, SetupError, UsageError
 from specdec_cli.recipe import Recipe
-from specdec_cli.recipe.choices.registry import METHODS, is_given, weights_from
+from specdec_cli.recipe.choices.base import MethodChoice
+from specdec_cli.recipe.choices.registry import METHODS, is_given
 from specdec_cli.text import one_line
 
 _UNLIMITED = 1 << 31
@@ -230,8 +231,7 @@ class ServerBackend:
             max_model_len=plan.max_model_len,
             vocab_size=plan.vocab_size,
             limits=Limits(recipe.engine.request_timeout_s, recipe.engine.retries),
-            # Methods without weights look up earlier text, and may find nothing to propose.
-            may_skip=weights_from(recipe.speculation.method) == "none",
+            may_skip=frozenset(k for k, facts in self.servers.items() if _may_skip(recipe, facts)),
             line=self._line,
             check=self._check,
         )
@@ -266,17 +266,36 @@ def _refuse_other_method(recipe: Recipe, facts: ServerFacts) -> None:
     """Raise `UsageError` if an SGLang server reports another method than the recipe's. Its points
     would have the name of a draft that the server does not run."""
     method = recipe.speculation.method
-    to_sglang = METHODS[method].to_sglang
-    if facts.kind != "sglang" or not facts.k or facts.method is None or to_sglang is None:
-        return
-    ours = str(to_sglang(facts.k)["algorithm"])
-    same = {ours, *({"EAGLE"} if ours == "NEXTN" else ())}  # SGLang has two names for it
-    if facts.method.upper() not in same:
+    ours, reported = _sglang_name(METHODS[method]), _reported(facts)
+    if facts.k and None not in (ours, reported) and ours != reported:
         raise UsageError(
             f"the server at {facts.url} runs {facts.method}, but the recipe's method {method} is "
             f"SGLang's {ours}",
             "name what the server runs, with --draft or --method",
         )
+
+
+def _may_skip(recipe: Recipe, facts: ServerFacts) -> bool:
+    """Return True if the server's method may propose nothing in a round. Methods without weights
+    may, because they look up earlier text. If the server reports no method that is known, the
+    recipe's counts."""
+    reported, choices = _reported(facts), METHODS.values()
+    known = (choice for choice in choices if reported and _sglang_name(choice) == reported)
+    return next(known, METHODS[recipe.speculation.method]).weights_from == "none"
+
+
+def _sglang_name(choice: MethodChoice) -> str | None:
+    """Return SGLang's name for a method; None if it has no such method."""
+    return None if choice.to_sglang is None else str(choice.to_sglang(1)["algorithm"])
+
+
+def _reported(facts: ServerFacts) -> str | None:
+    """Return the method that an SGLang server reports, in the form of `_sglang_name`; None if a
+    server reports none."""
+    if facts.kind != "sglang" or facts.method is None:
+        return None
+    name = facts.method.upper()
+    return "NEXTN" if name == "EAGLE" else name  # SGLang has two names for it
 
 
 def _refuse_unsent(recipe: Recipe, kind: str, server: str) -> None:

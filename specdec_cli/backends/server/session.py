@@ -2,7 +2,7 @@
 at k sends its requests to that server."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -90,7 +90,7 @@ class ServerSession:
 
     servers: the servers, by their proposal length k.
     batch_size: the maximum number of concurrent requests; 0 for no limit.
-    may_skip: whether the method may propose nothing in a round, as n-gram lookup may.
+    may_skip: the k whose servers may propose nothing in a round, as n-gram lookup may.
     check: a function that takes a time in seconds, and raises `RunError` if a server that we
         started ends within this time.
     """
@@ -100,7 +100,7 @@ class ServerSession:
     max_model_len: int
     vocab_size: int
     limits: Limits
-    may_skip: bool
+    may_skip: Collection[int]
     line: "Line"
     check: Callable[[float], None] = lambda within_s: None
 
@@ -200,7 +200,7 @@ class ServerSession:
         params: SamplingParams,
     ) -> list[Finished]:
         done = [a for a in answers if a.error is None]
-        source, rounds, of_all, remarks = all_rounds(done, counted, k, may_skip=self.may_skip)
+        source, rounds, of_all, remarks = all_rounds(done, counted, k, may_skip=k in self.may_skip)
         of = dict(zip((id(a) for a in done), rounds, strict=True))
         chunks = {i: a.chunks for i, a in enumerate(answers) if a.error is None and a.chunks}
         decode = shares({i: (found[0][0], found[-1][0]) for i, found in chunks.items()})
@@ -210,7 +210,7 @@ class ServerSession:
                 *(answer, self.servers[k], k, source, of.get(id(answer), NO_ROUNDS)),
                 (decode.get(place, 0.0), whole.get(place, 0.0)),
                 min(params.max_new_tokens, self._context(k) - len(answer.request.token_ids)),
-                may_skip=self.may_skip,
+                may_skip=k in self.may_skip,
             )
             for place, answer in enumerate(answers)
         ]
