@@ -44,7 +44,7 @@ from specdec_cli.launch.rank import Rank, how_it_ended
 from specdec_cli.launch.reports import End, RanksError, Report
 from specdec_cli.launch.world import Place, find_place
 from specdec_cli.signals import signals
-from specdec_cli.text import JSON_ESCAPES, first_line, inert, shortened
+from specdec_cli.text import JSON_ESCAPES, first_line, inert, shortened, unexpected
 
 _EPILOG = (
     "Exit codes: 0 done · 1 run failed · 2 bad usage, recipe or prompts · 3 partial (the rest is "
@@ -309,7 +309,7 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
     else:
         outcome.fail(
             ExitCode.RUN_FAILED,
-            f"{type(error).__name__}: {first_line(error)}".removesuffix(": "),
+            unexpected(error),
             "this error is unexpected; run again with -v for the traceback",
         )
     if is_out_of_files(error):

@@ -60,6 +60,12 @@ def first_line(problem: BaseException) -> str:
     return "".join(str(problem).strip().splitlines()[:1])
 
 
+def unexpected(problem: BaseException) -> str:
+    """Return an exception's type and the first non-blank line of its message. Use this for errors
+    that nothing foresees: a message such as that of a KeyError means little without the type."""
+    return f"{type(problem).__name__}: {first_line(problem)}".removesuffix(": ")
+
+
 def reason_of(problem: BaseException) -> str:
     """Return the first non-blank line of an exception's message, cut to 200 characters. If the line
     ends with a colon, add the next one. If there is no message, return the name of the exception's

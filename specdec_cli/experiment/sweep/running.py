@@ -25,7 +25,7 @@ from specdec_cli.experiment.sweep.document import points_at
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
 from specdec_cli.launch.world import World
-from specdec_cli.text import first_line
+from specdec_cli.text import first_line, unexpected
 
 _log = logging.getLogger("specdec")
 
@@ -136,7 +136,8 @@ class Running:
         if has_failed:
             assert problem is not None
             _log.debug("k = %d at batch size %d", key.k, key.batch_size, exc_info=problem)
-            reason = first_line(problem) or type(problem).__name__
+            is_told = isinstance(problem, RunError) or is_out_of_memory(problem)
+            reason = (is_told and first_line(problem)) or unexpected(problem)
             if is_out_of_memory(problem):
                 self.failures[key] = Failure("oom", reason, ExitCode.ENVIRONMENT)
             else:
