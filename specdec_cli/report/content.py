@@ -5,7 +5,6 @@ the caption of its plot. Plots are drawn in `drawings`.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from specdec_cli.core.figures import STAGES
 from specdec_cli.experiment.folders.records import Point
@@ -94,10 +93,8 @@ def _point_for_categories(run: ReportedRun, bests: list[Finding]) -> Point | Non
 def _setup(run: ReportedRun) -> str:
     """Describe the setup of a run in one line."""
     parts = [f"target {run.setting('target', 'model') or '?'}"]
-    drafts = sorted({p.draft for p in run.points if p.draft is not None})
-    named: Any = ", ".join(drafts) or run.setting("draft", "model")
-    if named:
-        parts.append(f"{'drafts' if len(drafts) > 1 else 'draft'} {named}")
+    if run.drafts:
+        parts.append(f"{'drafts' if run.drafts[1:] else 'draft'} {', '.join(run.drafts)}")
     prompts = {int(n) for p in run.points if (n := p.number("num_prompts")) is not None}
     data = run.setting("data", "path")
     if prompts:

@@ -58,6 +58,14 @@ class ReportedRun:
         `speculation.method`."""
         return self.summary.method_of(draft) or self.setting("speculation", "method")
 
+    @property
+    def drafts(self) -> list[str]:
+        """The names of the drafts, and of other proposers, that were measured. The points of a
+        comparison name none, so its draft is taken from the recipe."""
+        named = sorted({p.draft for p in self.points if p.draft is not None})
+        own = self.setting("draft", "model")
+        return named or ([] if own is None else [str(own)])
+
     def setting(self, section: str, key: str) -> Any:
         """Return the value of `key` in a section of the recipe, or None if it is not set."""
         values = self.recipe.get(section)

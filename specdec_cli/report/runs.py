@@ -386,15 +386,17 @@ def _samples(run: ReportedRun) -> dict[tuple[Any, ...], dict[Prompt, Sample]]:
 
 
 def _differing(runs: Collection[ReportedRun]) -> dict[str, list[str]]:
-    """Find the keys of recipes and environments that differ, with each run's value."""
+    """Find the keys of recipes and environments that differ, with each run's value. A section that
+    is null in some of the runs has only the rows of its keys."""
     whole = []
     for run in runs:
         found = dict(rows_of(run.recipe))
         found |= {f"environment.{key}": value for key, value in rows_of(run.environment)}
-        found["drafts"] = ", ".join(sorted({str(p.draft) for p in run.points if p.draft}))
+        found["drafts"] = ", ".join(run.drafts)
         whole.append(found)
     keys = sorted({key for found in whole for key in found})
-    rows = {key: [found.get(key, "–") for found in whole] for key in keys}
+    sections = {key.rpartition(".")[0] for key in keys}
+    rows = {key: [found.get(key, "–") for found in whole] for key in keys if key not in sections}
     return {key: row for key, row in rows.items() if len(set(row)) > 1}
 
 

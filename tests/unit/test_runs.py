@@ -14,12 +14,19 @@ from specdec_cli.report.cells import rows_of
 from specdec_cli.report.drawings.rows import draw_runs
 from specdec_cli.report.run_tables import run_tables
 from specdec_cli.report.runs import Ratio, SideBySide, side_by_side
-from tests.report_helpers import DRAFT, RECIPE, sample_record, sweep_points, write_folder
+from tests.report_helpers import (
+    DRAFT,
+    RECIPE,
+    comparison_points,
+    sample_record,
+    sweep_points,
+    write_folder,
+)
 
 TIMES = [1.0, 1.3, 0.8, 1.1, 0.9, 1.2]  # seconds of plain decoding, by prompt
 
 
-def folder(path: Path, factor: float, first: int = 0, **recipe: Mapping[str, Any]) -> Path:
+def folder(path: Path, factor: float, first: int = 0, **recipe: Mapping[str, Any] | None) -> Path:
     """A run whose rounds take `factor` times as long; its prompts are those from `first` on."""
     points = sweep_points(ks=(0, 2), batch_sizes=(1,), drafts=((DRAFT, 0.78, 0.95),))
     for point in points:
@@ -135,6 +142,17 @@ def test_the_command_prints_and_writes_tables(
     assert document["answer"] in printed and "Side by side:" in printed
     assert main(["report", *folders, "--format", "vllm"]) == 2
     assert "a vLLM config need exactly one" in capsys.readouterr().err
+
+
+def test_a_comparison_beside_a_sweep_differs_only_in_what_differs(tmp_path: Path) -> None:
+    """The points of a comparison name no draft; a sweep of n-grams has no section of one."""
+    sweep = folder(tmp_path / "a", 1.0)
+    comparison = write_folder(tmp_path / "b", comparison_points((2,), (1,)))
+    assert not side_by_side([sweep, comparison]).differences.keys() & {"drafts", "draft"}
+    without = folder(tmp_path / "c", 1.0, draft=None)
+    differences = side_by_side([without, comparison]).differences
+    assert "draft" not in differences
+    assert differences["draft.model"] == ["–", RECIPE["draft"]["model"]]
 
 
 def loaded(path: Path, slower: float = 1.0, seed: int = 0) -> Path:
