@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from specdec_cli.core.known_results import KnownResults
 from specdec_cli.core.kv_cache import LayerShape
 from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import NotPlainAttention, Recorder, attach, masks_named
 from specdec_cli.models.formats import FORMATS
+from specdec_cli.models.known_results import KnownResults
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.text import one_line, reason_of
 

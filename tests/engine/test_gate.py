@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from specdec_cli.core.batch import Span
-from specdec_cli.core.known_results import KnownResults
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache, LayerShape
 from specdec_cli.core.types import Sequence
 from specdec_cli.errors import ExitCode, SetupError
@@ -20,6 +19,7 @@ from specdec_cli.models import attention, gate
 from specdec_cli.models.attention import ATTENTION_NAME
 from specdec_cli.models.description import describe
 from specdec_cli.models.gate import check_config, probe
+from specdec_cli.models.known_results import KnownResults
 from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.refusals import Unsupported

@@ -12,7 +12,7 @@ from torch._ops import HigherOrderOperator
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec_cli.core.known_results import KnownResults
+from specdec_cli.models.known_results import KnownResults
 
 
 class Counting(TorchDispatchMode):
