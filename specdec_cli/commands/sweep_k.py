@@ -1,11 +1,11 @@
 """`specdec sweep-k`: finds the fastest proposal length on a dataset, and how much it gains.
 
-Parses the command line and shows the results; `experiment.sweep` does the work.
+Parses the command line and plans the sweep; `sweep_run` runs it and shows the results.
 """
 
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from specdec_cli.commands.resuming import (
     with_draft,
 )
 from specdec_cli.commands.starting import importing, joined
-from specdec_cli.commands.status import conclude, strictly, waiting, warn
+from specdec_cli.commands.status import waiting, warn
 from specdec_cli.commands.sweep_parsing import (
     is_lone_task,
     listed_ks,
@@ -35,8 +35,7 @@ from specdec_cli.commands.sweep_parsing import (
 )
 from specdec_cli.commands.unused import warn_of_pairs, warn_of_unused
 from specdec_cli.demo import PREFIX
-from specdec_cli.errors import LOGGED, ExitCode, SpecdecError, TooManyProposals, UsageError
-from specdec_cli.launch.world import World
+from specdec_cli.errors import TooManyProposals, UsageError
 from specdec_cli.text import say
 
 _KS = "Proposal lengths, such as 0-8 (the default) or 1,2,4; 0 is added. Servers default to all."
@@ -274,6 +273,7 @@ def sweep_k(
                     from specdec_cli.backends import native
 
                     backend = native
+                from specdec_cli.commands.sweep_run import Own, run
                 from specdec_cli.experiment.sweep.sweep_plan import plan_sweep
 
             def planned() -> "specdec_cli.experiment.sweep.sweep_plan.SweepPlan":
@@ -315,13 +315,8 @@ def sweep_k(
             # Estimate the time again, because the new plan has other prompts.
             fit = replace(fit, seconds=sweep_seconds(plan))
             say(f"chosen for {minutes:g} min: {fit.text}")
-        code = _sweep(
-            *(world, plan, asked, named, starter),
-            resume=resume,
-            dry_run=dry_run,
-            strict=strict,
-            pairs=pairs,
-        )
+        own_flags = Own(resume, dry_run, strict, pairs)
+        code = run(world, plan, asked, own_flags, named, starter)
     raise typer.Exit(code)
 
 
@@ -353,96 +348,3 @@ def _part(shard: str | None, kept: Mapping[str, Any], asked: Asked) -> tuple[int
         told = "this is the only task of its Slurm array, so it takes all prompts"
         warn([f"{told}: pass --shard I/N for one shard"])
     return part
-
-
-def _sweep(
-    world: World,
-    plan: "specdec_cli.experiment.sweep.sweep_plan.SweepPlan",
-    asked: Asked,
-    named: "specdec_cli.commands.servers.Named | None",
-    starter: "specdec_cli.experiment.sweep.running.Starter | None",
-    *,
-    resume: bool,
-    dry_run: bool,
-    strict: bool,
-    pairs: bool,
-) -> ExitCode:
-    """Measure all points, and return the exit code. Rank 0 stores and shows the results.
-
-    named: the servers to measure; None if the user started none. starter: starts servers; None if
-    the sweep starts none.
-    """
-    from specdec_cli.experiment.folders.record_lines import to_json
-    from specdec_cli.experiment.folders.records import Key, Sample
-    from specdec_cli.experiment.folders.settings_file import keep_warnings, read_warnings, unsaid
-    from specdec_cli.experiment.preparing import few_prompts
-    from specdec_cli.experiment.sweep.runner import Sweep
-    from specdec_cli.experiment.sweep.running import StartedSweep
-    from specdec_cli.experiment.sweep.sweep_folder import finish, open_folder
-    from specdec_cli.experiment.sweep.sweep_plan import warnings_of
-    from specdec_cli.experiment.sweep.sweep_records import SweepRecords
-    from specdec_cli.terminal.sweep import print_results
-    from specdec_cli.terminal.watching import watcher
-
-    output, quiet = asked.output, asked.quiet
-    with waiting("getting ready", quiet=asked.hides_progress):
-        warnings = [*warnings_of(plan), *few_prompts(plan.num_prompts)]
-        records, folder, plain = SweepRecords(), None, list[Sample]()
-        if named is not None and named.baseline is not None:
-            from specdec_cli.experiment.sweep.sweep_folder import samples_of
-
-            plain = samples_of(Path(named.baseline), plan)
-        if not dry_run and output is not None:
-            if world.is_first:
-                folder = open_folder(output, plan, records, resume=resume)
-                warnings += unsaid(read_warnings(output), warnings)
-                if named is not None:
-                    from specdec_cli.commands import servers
-
-                    servers.keep(folder, named)
-            # Every rank must skip the samples that the folder already has.
-            found = world.once(lambda: replace(records, folder=None))
-            records = records if world.is_first else found
-        if not dry_run:
-            known = records.samples
-            records.add(*(s for s in plain if s.index not in known[Key.of(s)]))
-    with world.outside():
-        warn(warnings)
-        if dry_run:
-            from specdec_cli.experiment.sweep.sweep_plan import describe_plan
-
-            planned = describe_plan(plan, warnings)
-            typer.echo(to_json(planned) if asked.as_json else planned["text"])
-            return ExitCode.OK
-
-    done = sum(map(len, records.samples.values()))
-    view = watcher(plan.num_samples - done, quiet=quiet or not world.is_first)
-    run = plan, records, view, world
-    sweep: Sweep | StartedSweep
-    sweep = Sweep(*run) if starter is None else StartedSweep(*run, starter)
-    try:
-        measured = sweep.run()
-    except BaseException:
-        if folder is not None:
-            with suppress(SpecdecError, OSError):  # the first error matters more
-                # The command that resumes the run must know what disturbed its first part.
-                keep_warnings(folder, plan.settings, sweep.of_machine)
-        raise
-    finally:
-        view.close()
-        if folder is not None:
-            folder.close()
-
-    def end() -> ExitCode:
-        found = unsaid(sweep.notices, warnings)
-        if folder is not None:
-            keep_warnings(folder, plan.settings, found)
-        said = [*warnings, *found, *unsaid(LOGGED, warnings)]
-        document, code = finish(sweep, measured, said)
-        with world.outside():
-            shown = partial(print_results, with_pairs=pairs)
-            path = None if folder is None else folder.path
-            conclude(document, shown, warnings, path, as_json=asked.as_json)
-        return strictly(code, document["warnings"], strict=strict)
-
-    return world.once(end)

@@ -1474,6 +1474,6 @@ def test_a_reader_that_has_gone_is_not_told_to_resume(
     def broken(_: Any, **__: object) -> None:
         raise SystemExit(1)  # as rich does
 
-    monkeypatch.setattr("specdec_cli.terminal.sweep.print_results", broken)
+    monkeypatch.setattr("specdec_cli.commands.sweep_run.print_results", broken)
     result = specdec(capsys, *SWEEP, "-q", "--resume", "-o", whole[0])
     assert result.code == 1 and "resume" not in result.err
