@@ -1,4 +1,4 @@
-"""The `specdec` command line: registers the commands, and turns every outcome into an exit code.
+"""The `specdec` command line: registers the commands, runs one, and delivers its result or error.
 
 The commands are implemented elsewhere. This module does not import slow libraries such as torch, so
 that help appears quickly.
@@ -6,7 +6,6 @@ that help appears quickly.
 
 import atexit
 import contextlib
-import errno
 import gc
 import io
 import json
@@ -14,9 +13,7 @@ import os
 import re
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -33,18 +30,19 @@ from specdec_cli.commands import (
     report,
     sweep_k,
 )
-from specdec_cli.errors import (
-    ExitCode,
-    SpecdecError,
-    UsageError,
-    is_out_of_files,
-    is_out_of_memory,
+from specdec_cli.commands.outcome import (
+    Outcome,
+    after_exception,
+    blame_signal,
+    run_and_record,
+    show_error,
 )
+from specdec_cli.errors import ExitCode, SpecdecError, UsageError
 from specdec_cli.launch.rank import Rank, how_it_ended
-from specdec_cli.launch.reports import End, RanksError, Report
+from specdec_cli.launch.reports import End, Report
 from specdec_cli.launch.world import Place, find_place
 from specdec_cli.signals import signals
-from specdec_cli.text import JSON_ESCAPES, first_line, inert, shortened, unexpected
+from specdec_cli.text import JSON_ESCAPES
 
 _EPILOG = (
     "Exit codes: 0 done · 1 run failed · 2 bad usage, recipe or prompts · 3 partial (the rest is "
@@ -114,7 +112,7 @@ def _main(argv: Sequence[str] | None) -> int:
     as_json = "--json" in options
     verbose = any(re.fullmatch(r"--verbose|-[qv]*v[qv]*", option) for option in options)
     program = [_module() if argv is None else "specdec_cli", *arguments]
-    outcome = _Outcome()
+    outcome = Outcome()
     held = io.StringIO()
     _forget_no_size()
     with signals(is_last=argv is None) as asked, _whole_writes():
@@ -122,15 +120,15 @@ def _main(argv: Sequence[str] | None) -> int:
         with _streams(JSON_ESCAPES if as_json else "backslashreplace"), holding:
             place = _place(program, verbose, outcome)
             if not outcome.failed:
-                _run(lambda: _command(arguments, place), outcome)
-                _blame_signal(asked, outcome)
+                run_and_record(lambda: _command(arguments, place), outcome)
+                blame_signal(asked, outcome)
         if place.rank is not None and outcome.failed:
             _end_rank(place.rank, outcome, asked)
         document = held.getvalue()
         is_mute = outcome.code and not document.strip() and not place.has_answered
         if as_json and (outcome.failed or is_mute):
             document = json.dumps({"error": outcome.document()}) + "\n" if outcome.is_said else ""
-        _report(outcome, verbose)
+        show_error(outcome, verbose)
         # Show the list of commands if the user typed only `specdec`. Shell completion also runs
         # without arguments, but causes no UsageError, so it does not print the list.
         if not arguments and isinstance(outcome.error, UsageError):
@@ -155,17 +153,17 @@ def _module() -> str:
     return spec.name if spec is not None else "specdec_cli"
 
 
-def _place(program: Sequence[str], verbose: bool, outcome: "_Outcome") -> Place:
+def _place(program: Sequence[str], verbose: bool, outcome: Outcome) -> Place:
     try:
         place = find_place(program, os.environ, verbose=verbose)
     except SpecdecError as error:
-        _after_exception(error, outcome)
+        after_exception(error, outcome)
         return Place(tuple(program))
     outcome.is_said = place.rank is None or place.rank.tells_user
     return place
 
 
-def _end_rank(rank: Rank, outcome: "_Outcome", asked: Sequence[signal.Signals] = ()) -> None:
+def _end_rank(rank: Rank, outcome: Outcome, asked: Sequence[signal.Signals] = ()) -> None:
     """Report how this rank ended. If the run failed and this rank must tell the user why, replace
     the error in `outcome` with the root cause, which may be another rank's error.
 
@@ -191,36 +189,13 @@ def _end_rank(rank: Rank, outcome: "_Outcome", asked: Sequence[signal.Signals] =
         outcome.trace = said.trace
 
 
-@dataclass(slots=True)
-class _Outcome:
-    """The outcome of a command: an exit code, and the error if it failed."""
-
-    code: int = int(ExitCode.OK)
-    message: str | None = None
-    hint: str | None = None
-    trace: str = ""
-    failed: bool = False
-    error: BaseException | None = None
-    is_said: bool = True  # false if the parent or rank 0 reports this rank's error
-
-    def fail(self, code: int, message: str | None, hint: str | None = None) -> None:
-        """Record a failure; without a message nothing is written to stderr."""
-        if message is not None:
-            message = "\n".join(map(shortened, message.split("\n")))
-        self.code, self.message, self.hint, self.failed = int(code), message, hint, True
-
-    def document(self) -> dict[str, object]:
-        message = self.message or f"ended with exit code {self.code}"
-        return {"code": self.code, "message": message, "hint": self.hint}
-
-
 def run_script(run: Callable[[], object]) -> int:
     """Run a function, report an error of it as a command does, and return the exit code."""
-    outcome = _Outcome()
+    outcome = Outcome()
     with signals(is_last=False) as asked:
-        _run(run, outcome)
-        _blame_signal(asked, outcome)
-    _report(outcome, verbose=False)
+        run_and_record(run, outcome)
+        blame_signal(asked, outcome)
+    show_error(outcome, verbose=False)
     _deliver("", outcome)
     return outcome.code
 
@@ -230,137 +205,7 @@ def _command(arguments: list[str], place: Place) -> object:
     return command.main(args=arguments, prog_name="specdec", standalone_mode=False, obj=place)
 
 
-def _run(run: Callable[[], object], outcome: _Outcome) -> None:
-    """Run a function, which may return an exit code, and record how it ended."""
-    try:
-        os.getcwd()  # fails if the directory is gone; the import of torch would end the process
-        code = run()
-        outcome.code = code if isinstance(code, int) else int(ExitCode.OK)
-        if code == ExitCode.SIGINT:  # typer's exit code for KeyboardInterrupt
-            outcome.fail(ExitCode.SIGINT, "interrupted")
-    except (KeyboardInterrupt, typer.Abort):
-        outcome.fail(ExitCode.SIGINT, "interrupted")
-    except SystemExit as end:
-        _after_system_exit(end, outcome)
-    except Exception as error:
-        if not isinstance(error, help_page.ParserError):
-            outcome.trace = traceback.format_exc()
-        _after_exception(error, outcome)
-
-
-def _blame_signal(asked: list[signal.Signals], outcome: _Outcome) -> None:
-    """If a signal came before an unexpected error, report the signal instead of the error. The
-    signal may have caused the error: during an import, transformers catches the exception that the
-    signal raises and raises a different one. A terminal that closes sends SIGHUP, and later writes
-    to it fail with EIO."""
-    error = outcome.error
-    is_foreseen = error is None or isinstance(error, (SpecdecError, OSError))
-    is_gone = isinstance(error, OSError) and error.errno == errno.EIO and not error.filename
-    if asked and (is_gone or not is_foreseen):
-        if asked[-1] == signal.SIGINT:
-            outcome.fail(ExitCode.SIGINT, "interrupted")
-        else:
-            outcome.fail(ExitCode.SIGTERM, "terminated")
-
-
-def _after_system_exit(end: SystemExit, outcome: _Outcome) -> None:
-    code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    if isinstance(end.__context__, BrokenPipeError):  # typer and rich raise SystemExit from it
-        outcome.fail(ExitCode.SIGPIPE, None)
-    elif code == ExitCode.SIGTERM:
-        outcome.fail(code, "terminated")
-    elif code:
-        outcome.fail(code, end.code if isinstance(end.code, str) else None)
-
-
-def _after_exception(error: Exception, outcome: _Outcome) -> None:
-    outcome.error = error
-    if isinstance(error, help_page.ParserError):
-        outcome.fail(ExitCode.USAGE, *help_page.explained(error))
-    elif isinstance(error, SpecdecError):
-        outcome.fail(error.code, error.message, error.hint)
-        if isinstance(error, RanksError):
-            outcome.trace = error.trace
-    elif is_out_of_memory(error):
-        outcome.fail(
-            ExitCode.ENVIRONMENT,
-            f"out of memory: {first_line(error) or 'no memory left'}",
-            "try a smaller --batch-size, --max-new-tokens or --num-blocks",
-        )
-    elif isinstance(error, BrokenPipeError):
-        outcome.fail(ExitCode.SIGPIPE, None)
-    elif isinstance(error, ImportError):
-        cause: BaseException = error
-        while isinstance(cause.__cause__ or cause.__context__, ImportError):
-            cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
-        outcome.fail(
-            ExitCode.ENVIRONMENT,
-            f"cannot import {error.name or 'a library'}: {first_line(cause)}",
-            "is the installation complete, and is there memory left (ulimit -v)?",
-        )
-    elif isinstance(error, FileNotFoundError) and (lost := _lost_folder(error)) is not None:
-        outcome.fail(ExitCode.ENVIRONMENT, *lost)
-    elif isinstance(error, OSError) and (error.filename or _is_machines(error)):
-        # An error without a file name comes from writing to stdout.
-        said = f"cannot write the result: {error.strerror}"
-        if error.filename:
-            said = f"{error.strerror}: {error.filename}"
-        outcome.fail(ExitCode.ENVIRONMENT, said)
-    else:
-        outcome.fail(
-            ExitCode.RUN_FAILED,
-            unexpected(error),
-            "this error is unexpected; run again with -v for the traceback",
-        )
-    if is_out_of_files(error):
-        outcome.code = int(ExitCode.ENVIRONMENT)
-        outcome.hint = "raise the limit on open files (ulimit -n)"
-
-
-def _lost_folder(error: FileNotFoundError) -> tuple[str, str] | None:
-    """Return a message and a hint if the working directory is gone, or if no temporary directory
-    can be written; otherwise None."""
-    if "temporary directory" in (told := error.strerror or ""):
-        return told, "free space there, or set TMPDIR to a folder on another disk"
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return "the working directory is gone", "change to a folder that exists"
-    return None
-
-
-# Errors that the machine causes, not the run, such as a full disk. EBADF and EIO mean that a stream
-# cannot be written, EFBIG that a file would exceed its limit (ulimit -f).
-_MACHINE_ERRNOS = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOMEM}
-    | {errno.EBADF, errno.EIO, errno.EFBIG}
-)
-
-
-def _is_machines(error: OSError) -> bool:
-    """Return True if the machine caused the error, not the run. Python sets `characters_written`
-    only if a non-blocking stream, such as a full pipe, took only a part of a text."""
-    return error.errno in _MACHINE_ERRNOS or hasattr(error, "characters_written")
-
-
-def _report(outcome: _Outcome, verbose: bool) -> None:
-    """Write the error to stderr, with control characters escaped."""
-    if not outcome.is_said:
-        return
-    lines = []
-    if verbose and outcome.trace:
-        lines.append(outcome.trace.rstrip())
-    if outcome.message:
-        lines += [f"error: {line}" for line in outcome.message.splitlines()]
-    if outcome.hint:
-        lines += [f"hint: {line}" for line in outcome.hint.splitlines()]
-    # If stderr is closed, there is nowhere to report the error.
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        sys.stderr.write("".join(f"{inert(line)}\n" for line in lines))
-        sys.stderr.flush()
-
-
-def _deliver(document: str, outcome: _Outcome) -> None:
+def _deliver(document: str, outcome: Outcome) -> None:
     """Write the document that was held back to stdout, and flush stdout. If stdout cannot be
     written, for example because the disk is full or the pipe is closed, record this in `outcome`,
     unless the command has failed already."""
@@ -380,7 +225,7 @@ def _deliver(document: str, outcome: _Outcome) -> None:
         else:  # interrupted while a pager reads the output
             is_interrupt = isinstance(error, KeyboardInterrupt)
             outcome.fail(ExitCode.SIGINT if is_interrupt else ExitCode.SIGTERM, None)
-        _report(outcome, verbose=False)
+        show_error(outcome, verbose=False)
 
 
 def _discard_stdout() -> None:

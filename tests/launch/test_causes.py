@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from specdec_cli import app
+from specdec_cli.commands.outcome import Outcome, after_exception
 from specdec_cli.engine.run import check_finite
 from specdec_cli.errors import NoRoomError, RunError, SetupError
 from specdec_cli.launch.agent import Exit
@@ -137,8 +138,8 @@ def test_what_every_rank_finds_names_none_as_the_cause() -> None:
         (Unsupported("m", "3 ranks"), "model m is not supported: 3 ranks"),
         (SetupError("out of memory"), "rank 1: out of memory"),
     ]:
-        outcome = app._Outcome()
-        app._after_exception(error, outcome)
+        outcome = Outcome()
+        after_exception(error, outcome)
         app._end_rank(cast(Rank, rank), outcome)
         assert told[-1].explained == said
 
