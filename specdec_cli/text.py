@@ -69,10 +69,11 @@ def unexpected(problem: BaseException) -> str:
 def reason_of(problem: BaseException) -> str:
     """Return the first non-blank line of an exception's message, cut to 200 characters. If the line
     ends with a colon, add the next one. If there is no message, return the name of the exception's
-    type."""
+    type. A `KeyError` gets it too, since its message is usually only a key."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     told = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
-    return (" ".join(told) or type(problem).__name__)[:200]
+    is_bare = not told or isinstance(problem, KeyError)
+    return (unexpected(problem) if is_bare else " ".join(told))[:200]
 
 
 def shown(value: object) -> str:

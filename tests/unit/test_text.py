@@ -4,7 +4,16 @@ import json
 
 import pytest
 
-from specdec_cli.text import digest, first_line, inert, inert_json, is_unicode, one_line, shown
+from specdec_cli.text import (
+    digest,
+    first_line,
+    inert,
+    inert_json,
+    is_unicode,
+    one_line,
+    reason_of,
+    shown,
+)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +55,13 @@ def test_shown_is_short() -> None:
 
 def test_is_unicode() -> None:
     assert is_unicode("é😀") and not is_unicode("a\ud800")
+
+
+def test_a_reason_is_the_message_and_for_a_bare_key_the_type_too() -> None:
+    assert reason_of(ValueError("\n one:\n two \nthree")) == "one: two"
+    assert reason_of(KeyError("foo")) == "KeyError: 'foo'"
+    assert reason_of(ValueError()) == "ValueError"
+    assert len(reason_of(KeyError("x" * 300))) == len(reason_of(ValueError("x" * 300))) == 200
 
 
 def test_first_line() -> None:
