@@ -11,12 +11,12 @@ import pytest
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.demo import demo_path
 from specdec_cli.errors import OtherSettings, SetupError
-from specdec_cli.experiment.folders.settings_file import (
+from specdec_cli.experiment.folders.settings_difference import (
     Difference,
-    check_same,
     first_difference,
     settings_difference,
 )
+from specdec_cli.experiment.folders.settings_file import check_same
 from specdec_cli.experiment.generation import draft_context_warning
 from specdec_cli.models.fingerprint import fingerprint
 

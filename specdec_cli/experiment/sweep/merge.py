@@ -12,14 +12,16 @@ from specdec_cli.experiment.disk import or_setup_error
 from specdec_cli.experiment.folders.record_lines import json_of, to_json
 from specdec_cli.experiment.folders.records import CurvePart, Key, Point, Sample, Stretch
 from specdec_cli.experiment.folders.run_folder import RunFolder
-from specdec_cli.experiment.folders.settings_file import (
+from specdec_cli.experiment.folders.settings_difference import (
     DIGESTS,
     key_in_words,
+    settings_difference,
+    value_in_words,
+)
+from specdec_cli.experiment.folders.settings_file import (
     read_json,
     read_warnings,
-    settings_difference,
     unsaid,
-    value_in_words,
     write_settings,
 )
 from specdec_cli.experiment.forecasts import ReplayText

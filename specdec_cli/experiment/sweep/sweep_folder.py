@@ -14,6 +14,7 @@ from specdec_cli.experiment.folders.conclusions import CheckResult
 from specdec_cli.experiment.folders.record_lines import read_records, to_json
 from specdec_cli.experiment.folders.records import Key, Point, Sample
 from specdec_cli.experiment.folders.run_folder import RunFolder
+from specdec_cli.experiment.folders.settings_difference import first_difference
 from specdec_cli.experiment.sweep.document import prompts_that_failed, sweep_document
 from specdec_cli.experiment.sweep.running import Running
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan, warnings_of
@@ -148,9 +149,7 @@ def samples_of(folder: Path, plan: SweepPlan) -> list[Sample]:
     theirs = settings_file.read_settings_file(folder).get("settings")
     recipe = theirs.get("recipe") if isinstance(theirs, dict) else None
     ours = plan.recipe.sampling.model_dump(mode="json")
-    found = settings_file.first_difference(
-        ours, recipe.get("sampling") if isinstance(recipe, dict) else None
-    )
+    found = first_difference(ours, recipe.get("sampling") if isinstance(recipe, dict) else None)
     if found is not None:
         which, own, other = found
         raise UsageError(
