@@ -33,7 +33,6 @@ from specdec_cli.text import counted
 # if requests arrive at a rate, the number of the request.
 Prompt = tuple[tuple[int, ...], int]
 _SEED = 0
-_SETTING = ("draft", "target_tp", "draft_tp", "k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +124,18 @@ class SideBySide:
         arms = {s.arm for s in self.shown if s.run == run and not s.point.is_baseline}
         return len(arms) == 1
 
+    def _draft_of(self, one: Shown) -> str | None:
+        """Return the name of a point's draft. Points of a comparison name none, so it is that of
+        their run."""
+        run, point = self.runs[one.run], one.point
+        if run.is_comparison and not point.is_baseline:
+            return next(iter(run.drafts), None)
+        return point.draft
+
+    def _arm(self, one: Shown) -> dict[str, Any]:
+        degrees = given(target_tp=one.point.target_tp, draft_tp=one.point.draft_tp)
+        return {"run": one.run, "draft": self._draft_of(one), "k": one.point.k, **degrees}
+
     @property
     def answers(self) -> list[str]:
         """One sentence for each pair of runs at each batch size. It says which run is faster, or
@@ -168,7 +179,8 @@ class SideBySide:
         points = [
             {
                 "run": one.run,
-                **{name: getattr(one.point, name) for name in _SETTING},
+                "draft": self._draft_of(one),
+                **{name: getattr(one.point, name) for name in ("target_tp", "draft_tp", "k")},
                 **_level_fields(one.point),
                 "is_best": one.is_best,
                 "num_prompts": len(one.samples),
@@ -184,8 +196,8 @@ class SideBySide:
         pairs = [
             {
                 **_level_fields(one.point),
-                "arm": {"run": one.run, "draft": one.point.draft, "k": one.point.k},
-                "against": {"run": other.run, "draft": other.point.draft, "k": other.point.k},
+                "arm": self._arm(one),
+                "against": self._arm(other),
                 **(ratio.as_dict() if ratio is not None else {"num_prompts": 0}),
             }
             for one, other, ratio in self.pairs

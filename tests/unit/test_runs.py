@@ -147,8 +147,19 @@ def test_the_command_prints_and_writes_tables(
 def test_a_comparison_beside_a_sweep_differs_only_in_what_differs(tmp_path: Path) -> None:
     """The points of a comparison name no draft; a sweep of n-grams has no section of one."""
     sweep = folder(tmp_path / "a", 1.0)
-    comparison = write_folder(tmp_path / "b", comparison_points((2,), (1,)))
-    assert not side_by_side([sweep, comparison]).differences.keys() & {"drafts", "draft"}
+    degrees = {"target_tp": 2, "draft_tp": 1, "draft": DRAFT, "k": 5}
+    rounds = {"accepted_per_round": [2] * 4, "decode_seconds": [0.01]}
+    drafted = [sample_record(**degrees, **rounds, index=i, prompt_token_ids=[i]) for i in range(6)]
+    points = comparison_points((2,), (1,))
+    comparison = write_folder(tmp_path / "b", points, samples=drafted)
+    whole = side_by_side([sweep, comparison])
+    assert not whole.differences.keys() & {"drafts", "draft"}
+    document = whole.as_dict()
+    (point,) = [point for point in document["points"] if point["run"] == "b"]
+    assert degrees.items() <= point.items()
+    (pair,) = document["comparisons"]
+    assert pair["arm"] == {"run": "a", "draft": DRAFT, "k": 2}
+    assert pair["against"] == {"run": "b", **degrees}
     without = folder(tmp_path / "c", 1.0, draft=None)
     differences = side_by_side([without, comparison]).differences
     assert "draft" not in differences
