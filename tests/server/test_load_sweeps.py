@@ -7,6 +7,7 @@ import shutil
 import signal
 from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -89,8 +90,8 @@ def test_servers_under_load(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
         ]
         assert [s["request"] for s in own] == list(range(load["num_requests"]))
         assert [s["index"] for s in own] == [i % 4 for i in range(len(own))]
-        mean = sum(s["e2el_ms"][0] for s in own) / len(own)
-        assert p["metrics"]["e2el_ms"]["mean"] == pytest.approx(mean)
+        of_own = mean(s["e2el_ms"][0] for s in own)
+        assert p["metrics"]["e2el_ms"]["mean"] == pytest.approx(of_own)
         if not at_rate:
             assert load["offered_rate"] is None and load["goodput"] is None
             assert load["num_unmeasured"] == 0 and load["window_seconds"] > 0
@@ -219,6 +220,11 @@ def test_a_server_that_refuses_most_requests_is_not_the_best(
         assert best["k"] == 0, best
 
 
+def seconds_a_round(server: FakeServer) -> float:
+    """The mean time between the chunks that a server wrote."""
+    return mean(b - a for text in server.written for a, b in pairwise(text.chunk_times))
+
+
 def test_a_crowded_server_loses_by_speculation(capsys: pytest.CaptureFixture[str]) -> None:
     """With speculation, rounds take longer in a crowd."""
     plain, fast = FakeServer(k=0, round_s=0.008), FakeServer(k=3, round_s=0.008, crowd=4.0)
@@ -226,7 +232,11 @@ def test_a_crowded_server_loses_by_speculation(capsys: pytest.CaptureFixture[str
         words = (*urls(plain, fast), "--request-rate", "25,60", "--set", "run.repeats=25")
         found = swept(capsys, *words)
     best = found["best_by_request_rate"]
-    assert best["60"]["k"] == 0, best
+    if best["60"]["k"] is None:  # this machine was too busy to answer so many requests
+        assert "every k is overloaded" in best["60"]["reason"]
+        assert seconds_a_round(plain) > 1.5 * plain.round_s
+    else:
+        assert best["60"]["k"] == 0, best
     assert 3 in best["25"]["tied"], best
     shown = [rate for rate, one in best.items() if one["verdict"] != "inconclusive"]
     for rate in best.keys() - shown:
