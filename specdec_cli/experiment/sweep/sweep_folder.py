@@ -3,7 +3,6 @@ run, to serve as the baseline."""
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from specdec_cli.errors import ExitCode, Notice, UsageError
 from specdec_cli.experiment.disk import refuse_special_files
 from specdec_cli.experiment.folders import settings_file
 from specdec_cli.experiment.folders.conclusions import CheckResult
-from specdec_cli.experiment.folders.record_lines import read_records, to_json
+from specdec_cli.experiment.folders.record_lines import checked, read_records, to_json
 from specdec_cli.experiment.folders.records import Key, Point, Sample
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.settings_difference import first_difference
@@ -33,8 +32,11 @@ def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: b
         records.load(kept.path, plan.settings)
         if not plan.jobs[0].backend.is_native:  # a server may answer on the second attempt
             records.drop_failed()
-        records.earlier_clock = _earlier_clock(path)
-        records.earlier_check = _earlier_check(path)
+        summary = settings_file.read_json(path / "summary.json")
+        earlier = summary if isinstance(summary, dict) else {}
+        records.earlier_clock = _clock_of(earlier.get("measuring"))
+        check = checked(earlier.get("lossless_check"), CheckResult)
+        records.earlier_check = None if isinstance(check, str) else check
         records.earlier_where = settings_file.earlier_environment(path, where)
         return sum(map(len, records.samples.values())) < plan.num_samples
 
@@ -91,24 +93,14 @@ def finish(
     return document, code
 
 
-def _earlier_clock(path: Path) -> SweepClock:
-    """Read the clock from the folder's summary.json. Returns zeros if there is no summary, or if
-    its times are not valid."""
+def _clock_of(found: Any) -> SweepClock:
+    """Read the clock from a value of summary.json. Returns zeros if its times are missing or not
+    valid."""
     try:
-        found = settings_file.read_json(path / "summary.json")["measuring"]
         times = [float(found[name]) for name in ("rounds", "measuring", "processor")]
     except (ValueError, KeyError, TypeError):
         return SweepClock()
     return SweepClock(*times) if all(map(math.isfinite, times)) else SweepClock()
-
-
-def _earlier_check(path: Path) -> CheckResult | None:
-    """Read the losslessness check from the folder's summary.json. Returns None if there is none, or
-    if it is damaged."""
-    with suppress(ValueError, KeyError, TypeError):
-        found = settings_file.read_json(path / "summary.json")["lossless_check"]
-        return None if found is None else CheckResult.model_validate(found)
-    return None
 
 
 def _where(plan: SweepPlan) -> dict[str, Any]:
