@@ -14,6 +14,7 @@ from specdec_cli.acceptance.base import AcceptanceRule, NoForecast
 from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, TokenDist, Verdict
 from specdec_cli.core.drafting import Doubt, Drafting, Stop
 from specdec_cli.core.forecast import Forecast
+from specdec_cli.core.sampling import softmax_stats
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.errors import ExitCode, SpecdecError, UsageError
@@ -222,7 +223,7 @@ class PluggedMethod:
         self._num_invalid.add(torch.stack([*counts, torch.zeros_like(counts[0])]))
         first = torch.where(invalid, place, k).amin(dim=1)
         clamped = ids.clamp(least, self.vocab_size - 1)
-        return Candidates(clamped, torch.minimum(lens, first), found.q)
+        return Candidates(clamped, torch.minimum(lens, first), _with_stats(found.q, draft))
 
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
         lent = Lent(*state.tensors, verdict.token_ids, verdict.num_accepted)
@@ -263,6 +264,16 @@ class PluggedMethod:
             if not ids:
                 told = f"{lens} of the lens that propose returned are outside 0..caps"
             raise UsageError(f"{self.who}: {told}")
+
+
+def _with_stats(q: TokenDist | None, draft: Drafting) -> TokenDist | None:
+    """Add the statistics that verification on CUDA needs, if a plugin has left them out. Without
+    them it would take each proposal for certain."""
+    if q is None or q.stats is not None or draft.params.is_greedy:
+        return q
+    logits = q.logits.contiguous()
+    stats = softmax_stats(logits.flatten(0, 1), draft.params)
+    return TokenDist(logits, None if stats is None else stats.rows.unflatten(0, logits.shape[:2]))
 
 
 class PluggedRule(AcceptanceRule):

@@ -76,7 +76,10 @@ def method(name: str, *, weights_from: WeightsFrom = "none") -> Callable[[Made],
 
         on_host = flag(f"method {name}", "runs_on_host", getattr(made, "runs_on_host", False))
         code = Method(make, text_bytes, own and describe, on_host)
-        add(METHODS, name, MethodChoice(_words(made), weights_from, code=code))
+        remembers = not _defines(made, "begin") and not getattr(made, "is_paged", False)
+        remembers = remembers and (_defines(made, "prefill") or _defines(made, "commit"))
+        choice = MethodChoice(_words(made), weights_from, may_remember=remembers, code=code)
+        add(METHODS, name, choice)
         return made
 
     return register
@@ -121,6 +124,11 @@ def _check(name: object, made: object) -> None:
         raise ValueError(f"{name!r:.60} is no name: use letters, digits, '_' and '-' only")
     if not isinstance(made, type):
         raise ValueError(f"{name!r} should be a class, but is a {type(made).__name__}")
+
+
+def _defines(made: type[Any], name: str) -> bool:
+    """Return whether a method's class has a member of its own that `Proposer` also has."""
+    return getattr(made, name, None) not in (None, getattr(Proposer, name))
 
 
 def _own(speculation: SpeculationSection) -> SpeculationSection:

@@ -31,7 +31,8 @@ class Noise:
 class TokenDist:
     """The distributions that proposals were drawn from, as logits; probabilities are not stored.
 
-    logits: [B, K, V']; ids at or past V' have probability 0.
+    logits: [B, K, V']; ids at or past V' have probability 0. The distributions are those that
+        `core.sampling.to_probs` makes of them, after temperature, top-k and top-p.
     stats: fp32 [B, K, 4], see `ops.logit_rows`; None on a CPU, where each operation reads the
         logits again.
     """

@@ -190,6 +190,7 @@ class Engine:
         found = self.rule.forecast(request.index, len(prompt), len(output), k, params)
         if found is not None:
             return found
+        self.proposer.begin()
         return forecast(self.proposer.up_to(k), self._teacher(params), prompt, output, k, params)
 
     def logits_after(
@@ -233,6 +234,8 @@ class Engine:
                 "build it with a larger speculation.num_speculative_tokens",
             )
         self._take_target()
+        if self.proposer is not None:
+            self.proposer.begin()
         # Do no work for proposals that the run never makes. At k = 0, there is no proposer at all.
         proposer = self.proposer.up_to(k) if k and self.proposer is not None else None
         draft_max_len = proposer.max_len if proposer is not None else 0

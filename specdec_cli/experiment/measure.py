@@ -125,13 +125,18 @@ class MeasuringLoop:
         repeats by prompt. Keep the samples of the prompts whose repeats are complete."""
         categories = {p.index: p.category for p in job.prompts}
         limit = job.plan.params.max_new_tokens
+        # Other policies may follow the times of rounds, which differ between repeats.
+        is_fixed = job.plan.recipe.speculation.length.policy == "fixed"
 
         def on_finished(finished: list[Finished]) -> None:
             for one in finished:
                 taken[one.index].append(one)
                 self.seconds += one.seconds
             whole = [
-                sample_of(key, categories[one.index], taken[one.index], limit, self.peak_memory())
+                sample_of(
+                    *(key, categories[one.index], taken[one.index], limit, self.peak_memory()),
+                    must_propose_alike=is_fixed,
+                )
                 for one in finished
                 if len(taken[one.index]) == job.plan.recipe.run.repeats
             ]
@@ -142,10 +147,21 @@ class MeasuringLoop:
 
 
 def sample_of(
-    key: Key, category: str | None, runs: Sequence[Finished], limit: int, peak_memory_bytes: int
+    key: Key,
+    category: str | None,
+    runs: Sequence[Finished],
+    limit: int,
+    peak_memory_bytes: int,
+    *,
+    must_propose_alike: bool = False,
 ) -> Sample:
     """Make the sample of one prompt at one point from its answers in all repeats. If one of them
-    failed, the sample has its error."""
+    failed, the sample has its error.
+
+    must_propose_alike: whether to remark on repeats that proposed or accepted different numbers of
+        tokens. The sample has the acceptance of one repeat, which does not belong to the times of
+        the others.
+    """
     first = next((run for run in runs if run.error is not None), runs[0])
     if first.error is None and any(other.token_ids != first.token_ids for other in runs):
         _log.warning("prompt %d at k = %d: repeats wrote different tokens", first.index, key.k)
@@ -154,7 +170,11 @@ def sample_of(
     are_counted = len(experts) == len(runs)
     parts = [part for s in runs if (part := s.ttft_parts_ms) is not None]
     of_server = [s.served for s in runs if s.served is not None]
-    is_cut = first.finish_reason == "length" and first.max_output_tokens < limit
+    remarks = []
+    if first.finish_reason == "length" and first.max_output_tokens < limit:
+        remarks.append("context_full")
+    if must_propose_alike and len({_rounds_of(run) for run in runs if run.error is None}) > 1:
+        remarks.append("repeats_propose_differently")
     return Sample(
         **key.as_dict(),
         index=first.index,
@@ -179,10 +199,15 @@ def sample_of(
             num_tokens_from_prefill=first.num_tokens_from_prefill or None,
             distinct_experts=experts if are_counted else None,
             ttft_parts_ms={n: [p[n] for p in parts] for n in parts[0]} if parts else None,
-            remarks=["context_full"] if is_cut and first.served is None else None,
+            remarks=remarks if remarks and first.served is None else None,
         ),
         **(_served_fields(first.served, of_server) if first.served is not None else {}),
     )
+
+
+def _rounds_of(run: Finished) -> tuple[tuple[int, ...], ...]:
+    """Return how many tokens each round of an answer proposed, and how many it accepted."""
+    return tuple(run.proposed_per_round or ()), tuple(run.accepted_per_round or ())
 
 
 def _served_fields(first: Served, runs: Sequence[Served]) -> dict[str, Any]:

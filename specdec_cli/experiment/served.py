@@ -24,6 +24,10 @@ _REMARKS = {
     "than asked, and than another server's: configure it to respect the request's max_tokens",
     "context_full": "texts ended before max_new_tokens, because the context was full, so they are "
     "shorter than asked: shorten the prompts, or lower max_new_tokens",
+    "repeats_propose_differently": "repeats of one prompt proposed or accepted different numbers "
+    "of tokens. If the method remembers earlier runs, which wrote the same texts, its acceptance "
+    "and speed are too high: forget them in its begin(), and draw with draft.draw "
+    "(docs/methods.md)",
     "one_chunk": "the server sent whole texts in one chunk, so their decoding time is unknown and "
     "speeds leave them out: make it stream each token (a proxy in between may hold chunks back)",
     "counters_reset": "the server's counters were reset, so acceptance is unknown: do not restart "

@@ -138,9 +138,13 @@ class Proposer:
 
         A proposer that runs parts of its draft only for later proposals returns one without these
         parts. The result shares the draft and its cache, reads the same hidden states, and proposes
-        the same tokens. `check` and `clear` are called on the original.
+        the same tokens. `begin`, `check` and `clear` are called on the original.
         """
         return self
+
+    def begin(self) -> None:
+        """Forget the texts of earlier runs. This is called before each run and each forecast, which
+        may have the same prompts, with the same `index`, as the one before."""
 
     def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
         """Process prompt tokens. features: [T, F], hidden states of these tokens, or None."""

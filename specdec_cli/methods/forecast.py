@@ -122,6 +122,9 @@ class _Replay:
     fed: the number of tokens that have been fed to the target.
     features: [T, F], the target's hidden states for the last T of the first `begun` tokens, or
         None.
+    scoring_passes: the number of the target's passes that compute the text's probabilities.
+    runs_target: whether the proposer itself runs passes of the target, over the target's cache. It
+        is known once a round has done so.
     """
 
     proposer: Proposer
@@ -132,6 +135,8 @@ class _Replay:
     begun: int = 0
     fed: int = 0
     features: torch.Tensor | None = None
+    scoring_passes: int = 0
+    runs_target: bool = False
 
     def rounds(self) -> Iterator[_Round]:
         """Run one round from each token of the output, and yield them in order."""
@@ -162,7 +167,7 @@ class _Replay:
                 copies[-1].block_table = list(self.text.block_table)
                 self._prefill(copies)
                 state.load(copies, self.params.seed)
-                yield from self._propose(state, starts)
+                yield from self._propose(state, copies, starts)
         finally:
             allocator.shrink(spare, 0)
             allocator.shrink(self.text.block_table, 0)
@@ -203,23 +208,40 @@ class _Replay:
             if is_paged:
                 self.proposer.prefill([span], rows)
         self.begun = stop
-        spans = [
-            Span(one, self._shared(len(one.tokens)) * size, len(one.tokens) - 1)
-            for one in (copies[:-1] if is_paged else copies)
-        ]
-        for group in _groups(spans, chunk):
+        for group in _groups(self._unshared(copies[:-1] if is_paged else copies), chunk):
             rows = None
             if self.features is not None:
                 behind = len(self.features) - stop
                 rows = torch.cat([self.features[s.start + behind : s.stop + behind] for s in group])
             self.proposer.prefill(group, rows)
 
-    def _propose(self, state: BatchState, starts: range) -> Iterator[_Round]:
+    def _unshared(self, copies: list[Sequence]) -> list[Span]:
+        """Return the tokens of each copy that are in blocks of its own, except its last token."""
+        size = self.teacher.allocator.block_size
+        starts = [self._shared(len(one.tokens)) * size for one in copies]
+        return [Span(o, start, len(o.tokens) - 1) for o, start in zip(copies, starts, strict=True)]
+
+    def _feed_target(self, copies: list[Sequence]) -> None:
+        """Feed the target all tokens of each copy, except the copy's last token. The last copy is
+        in the text's own blocks."""
+        target, chunk, stop = self.teacher.target, self.teacher.prefill_chunk, self.begun
+        prefill(target, self.text, self.fed, stop, chunk)
+        self.fed = stop
+        for group in _groups(self._unshared(copies[:-1]), chunk):
+            target.forward(group, [0] * len(group), with_hidden=False)
+
+    def _propose(
+        self, state: BatchState, copies: list[Sequence], starts: range
+    ) -> Iterator[_Round]:
         tokens, k, target = self.text.tokens, self.k, self.teacher.target
         reach, idle = len(tokens), state.num_slots - len(starts)
         scored = cache(partial(self._score, starts.start - 1, min(starts.stop + k - 1, reach) - 1))
-        if self.teacher.parallel.size > 1 and not self.params.is_greedy:
-            scored()  # all ranks must join this pass, even those that propose nothing
+        if self.runs_target:
+            self._feed_target(copies)
+        if (self.teacher.parallel.size > 1 or self.runs_target) and not self.params.is_greedy:
+            # All ranks must join this pass, even those that propose nothing. A proposer that runs
+            # the target overwrites what the pass writes behind the text of the last copy.
+            scored()
         written = [[*tokens[n : n + k], *[0] * k][:k] for n in starts] + [[0] * k] * idle
         most = len(self.text.block_table) * self.teacher.allocator.block_size
         most = min(most, self.proposer.max_len)
@@ -231,10 +253,15 @@ class _Replay:
             scored=scored,
             texts=how.at(state) if (how := self.teacher.processors) is not None else None,
         )
+        others = target.num_passes - self.scoring_passes
         found = self.proposer.propose(state, draft)
         # Scoring fed the target some tokens past `begun`. Do not count them as fed, because the
         # next group of rounds feeds them to the target again.
         self.fed = min(self.fed, self.begun)
+        if not self.runs_target and target.num_passes - self.scoring_passes > others:
+            self.runs_target = True  # so the copies' blocks must hold the target's keys and values
+            yield from self._propose(state, copies, starts)
+            return
         same, lens = found.token_ids == draft.written, found.lens.tolist()
         is_drawn, chances = draft.num_drawn > 0, same.float()
         overlap = [0.0] * len(starts)
@@ -250,9 +277,12 @@ class _Replay:
 
     def _score(self, start: int, stop: int) -> torch.Tensor:
         """Return the target's logits for the tokens at positions `start` + 1 to `stop`."""
-        prefill(self.teacher.target, self.text, self.fed, start, self.teacher.prefill_chunk)
+        target = self.teacher.target
+        before = target.num_passes
+        prefill(target, self.text, self.fed, start, self.teacher.prefill_chunk)
         self.fed = stop
-        logits = logits_of(self.teacher.target, self.text, start, stop)
+        logits = logits_of(target, self.text, start, stop)
+        self.scoring_passes += target.num_passes - before
         return self.teacher.changed(logits, self.text, start)
 
 

@@ -77,6 +77,7 @@ class FusedForward:
         vocab_size = int(module.config.vocab_size)
         split = SplitProducts.over(parallel, width, vocab_size, module.dtype)
         self.stack = FusedStack(fused, split, len(set(turns)))
+        self._parts: dict[tuple[int, ...], FusedStack] = {}
 
     @property
     def storages(self) -> dict[int, int]:
@@ -90,10 +91,19 @@ class FusedForward:
         batch: ForwardBatch,
         cache: KVCache,
         hidden_layers: tuple[int, ...] = (),
+        only: tuple[int, ...] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run a pass. Return the logits [M, V] of the batch's logit rows, and the hidden states
-        [T, L * H] of the L layers in `hidden_layers`, or None if `hidden_layers` is empty."""
-        first = self.stack.layers[0]
+        [T, L * H] of the L layers in `hidden_layers`, or None if `hidden_layers` is empty.
+
+        only: the layers that the pass runs, instead of all. It then returns no hidden states.
+        """
+        stack = self.stack
+        if only is not None:
+            if only not in self._parts:
+                self._parts[only] = self.stack.only(only)
+            stack, hidden_layers = self._parts[only], ()
+        first = stack.layers[0]
         states: dict[int, Tensor] = {}
 
         def keep(layer: int, x: Normed) -> Normed:
@@ -101,7 +111,7 @@ class FusedForward:
                 states[layer] = x.hidden
             return x
 
-        x = self.stack.run(
+        x = stack.run(
             ops.embed(
                 *(token_ids, batch.positions, self.embedding, self.cos, self.sin),
                 *(first.attention_norm, first.eps, self.embedding_scale),

@@ -7,8 +7,8 @@ sums are all-reduced and then added to the residual stream once. Legend: T packe
 of a head.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
@@ -79,6 +79,14 @@ class FusedStack:
             return self.split.mixture_add_norm(x, layer.experts, mlp, *norm)
         assert mlp is not None
         return self.split.add_norm(1, *mlp, layer.down_bias, layer.post_mlp_norm, x.hidden, *norm)
+
+    def only(self, indices: Sequence[int]) -> "FusedStack":
+        """Return a stack of some of the layers, in this order. They share their weights and their
+        places in the cache with this stack. Raises `IndexError` for a layer that does not exist."""
+        layers = [self.layers[index] for index in indices]
+        norms = [*(layer.attention_norm for layer in layers[1:]), self.layers[-1].following_norm]
+        pairs = zip(layers, norms, strict=True)
+        return replace(self, layers=[replace(one, following_norm=norm) for one, norm in pairs])
 
     @property
     def held(self) -> list[Any]:

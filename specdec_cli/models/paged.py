@@ -15,6 +15,7 @@ from specdec_cli.core.batch import (
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
+from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import PagedAttention, attach
 from specdec_cli.models.compiled import CompiledForward
 from specdec_cli.models.fused import FusedForward, busy_width
@@ -44,6 +45,7 @@ class PagedModel:
     target has more padding ids. Such ids are replaced by the last id of the vocabulary.
     fused: if given, runs all passes in place of `module`.
     compiled: if given, runs padded passes.
+    num_passes: the number of passes so far, not counting those that replay a CUDA graph.
     hidden_layers: the layers whose hidden states passes also return, counted as in `models.hidden`.
     Set it before a pass is compiled or captured. Setting it raises `SetupError` for layers that the
     model does not have.
@@ -61,6 +63,7 @@ class PagedModel:
         self.cache = cache
         self.vocab_size: int = module.config.vocab_size
         self.foreign_ids = foreign_ids
+        self.num_passes = 0
         self.fused = fused
         self.compiled: CompiledForward | None = None
         self._prompts: PromptPasses | None = None
@@ -150,35 +153,49 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward_slots(
-        self, what: Rectangle, state: BatchState, *, with_hidden: bool = True
+        self,
+        what: Rectangle,
+        state: BatchState,
+        *,
+        with_hidden: bool = True,
+        only: tuple[int, ...] | None = None,
     ) -> PassOutput:
         """Run a padded pass over all slots. Keys and values of padding are written to block 0.
 
         what: the tokens of each slot.
+        only: the layers that the pass runs, by index; None for all. A pass of some layers returns
+            no hidden states. Raises `SetupError` if the model has no fused form.
 
         Returns logits [B, N, V], where N is `Rectangle.num_logits`, and hidden states
         [B, Q, L * H].
         """
         batch, width = what.token_ids.shape
         if self.device.type == "cpu" and self.compiled is None:
-            logits, hidden = self._run_live(what, state, with_hidden)
+            logits, hidden = self._run_live(what, state, with_hidden, only)
         else:
             found = padded_batch(what, state, self.cache.block_size, self.vocab_size)
-            logits, hidden = self._run(found, self.compiled, with_hidden)
+            logits, hidden = self._run(found, self.compiled, with_hidden, only)
         return PassOutput(
             logits.view(batch, -1, logits.shape[-1]),
             None if hidden is None else hidden.view(batch, width, hidden.shape[-1]),
         )
 
-    def _run_live(self, what: Rectangle, state: BatchState, with_hidden: bool) -> PassOutput:
+    def _run_live(
+        self,
+        what: Rectangle,
+        state: BatchState,
+        with_hidden: bool,
+        only: tuple[int, ...] | None,
+    ) -> PassOutput:
         """Run a pass over only the live tokens of `what`. The results of padding are zeros."""
+        with_hidden = with_hidden and only is None
         found, live = live_batch(what, state, self.cache.block_size, self.vocab_size)
         batch, width = what.token_ids.shape
         num_rows = batch * what.num_logits
         if len(found.token_ids) == batch * width:
-            return self._run(found, with_hidden=with_hidden)
+            return self._run(found, with_hidden=with_hidden, only=only)
         if len(found.token_ids):
-            logits, hidden = self._run(found, with_hidden=with_hidden)
+            logits, hidden = self._run(found, with_hidden=with_hidden, only=only)
         else:  # every slot is idle: rounds may start after all sequences have ended
             width_of_states = len(self.hidden_layers) * int(self.module.config.hidden_size)
             logits = torch.zeros(0, self.vocab_size, dtype=self.module.dtype)
@@ -196,15 +213,20 @@ class PagedModel:
         batch: ForwardBatch,
         compiled: CompiledForward | None = None,
         with_hidden: bool = True,
+        only: tuple[int, ...] | None = None,
     ) -> PassOutput:
         """Run a pass. Returns logits [M, V] of the rows in `batch.logit_rows`, and hidden states of
         all rows if `with_hidden` is true."""
+        self.num_passes += 1
         token_ids = batch.token_ids
         if self.foreign_ids:
             token_ids = token_ids.clamp(max=self.vocab_size - 1)
         if self.fused is not None:
             layers = self.hidden_layers if with_hidden else ()
-            return PassOutput(*self.fused(token_ids, batch, self.cache, layers))
+            return PassOutput(*self.fused(token_ids, batch, self.cache, layers, only))
+        if only is not None:
+            told = "this model has no fused form, so its passes run all of its layers"
+            raise SetupError(told, "propose with a draft model, or take a target of another family")
         self._attention.batch = batch
         try:
             if compiled is not None:

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from specdec_kernels import ops
 
-from specdec_cli import plugin
+from specdec_cli import plugged, plugin
 from specdec_cli.acceptance.base import AcceptanceRule
 from specdec_cli.core.candidates import Candidates, TargetOutput, TokenDist, Verdict
 from specdec_cli.core.drafting import Drafting
@@ -74,7 +75,7 @@ def tokens(result: Result) -> list[int]:
 
 
 def test_the_page_has_one_of_each_in_60_lines() -> None:
-    assert set(FILES) == {"echo", "block", "likely", "heuristic"}
+    assert set(FILES) == {"echo", "block", "layers", "likely", "heuristic"}
     assert all(code.count("\n") <= 60 for code in FILES.values())
 
 
@@ -152,6 +153,20 @@ def test_the_pages_block_writes_the_targets_text(
     drawn = specdec(capsys, "generate", "demo", *SAMPLED, *chosen)
     assert drawn.code == 0 and drawn.document["metrics"]["num_draft_tokens"] > 30
     assert drawn.document["metrics"]["num_accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("skipped", ["[]", "[1]"])
+def test_the_pages_layers_write_the_targets_text(
+    capsys: pytest.CaptureFixture[str], page: dict[str, Path], skipped: str
+) -> None:
+    plain = specdec(capsys, "generate", "demo", *SHORT, "-k", "0")
+    chosen = ("--plugin", page["layers"], "--draft", "some_layers", "-k", "3")
+    options = ("--set", f"speculation.options.skipped={skipped}")
+    found = specdec(capsys, "generate", "demo", *SHORT, *chosen, *options)
+    assert tokens(found) == tokens(plain)
+    metrics = found.document["metrics"]
+    is_whole = metrics["num_accepted_tokens"] == metrics["num_draft_tokens"]
+    assert is_whole == (skipped == "[]"), "the whole target proposes its own text"
 
 
 @pytest.mark.gpu
@@ -437,6 +452,51 @@ def test_arms_after_one_without_a_forecast_are_predicted(
     assert found.document["best"]["k"] is not None
 
 
+MEMORY = """
+@method('memory')
+class Memory:
+    runs_on_host = True
+
+    def __init__(self, parts):
+        self.written = {}
+
+    def propose(self, state, draft):
+        ids, lens = torch.zeros(len(draft.caps), draft.k, dtype=torch.int64), draft.caps * 0
+        for b, (index, n) in enumerate(zip(state.index.tolist(), state.length.tolist())):
+            while lens[b] < draft.caps[b] and (index, n + int(lens[b])) in self.written:
+                ids[b, lens[b]] = self.written[index, n + int(lens[b])]
+                lens[b] += 1
+        return Candidates(ids, lens)
+
+    def commit(self, state, verdict, target):
+        for b, (index, n) in enumerate(zip(state.index.tolist(), state.length.tolist())):
+            for i in range(int(verdict.num_accepted[b]) + 1):
+                self.written[index, n + i] = int(verdict.token_ids[b, i])
+"""
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize("forgets", [True, False])
+def test_a_method_that_remembers_the_texts_of_earlier_repeats_is_told_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, forgets: bool
+) -> None:
+    """A sweep writes each text several times, so such a method would propose the text itself."""
+    code = HEAD + MEMORY + "    def begin(self): self.written.clear()\n" * forgets
+    found = specdec(
+        capsys,
+        *("sweep-k", "demo", "--plugin", written(tmp_path, code), "--draft", "memory"),
+        *("--k", "0,3", "--limit", "4", "--max-new-tokens", "6", "--set", "run.repeats=2"),
+        *("--set", "run.warmup=0", "--json"),
+    )
+    assert found.code == 0, found.err
+    codes = {one["code"] for one in found.document["warnings"]}
+    told = {"method_remembers", "repeats_propose_differently"}
+    assert codes & told == (set() if forgets else told)
+    metrics = found.document["points"][1]["metrics"]
+    assert (metrics["num_accepted_tokens"] == 0) == forgets
+    assert found.document["points"][1]["prediction"]["mean_acceptance_length"] == 1.0
+
+
 HEAD = """
 import torch
 from specdec_cli.core.candidates import Candidates, TokenDist, Verdict
@@ -678,6 +738,24 @@ def test_a_rule_that_writes_to_the_proposals_is_named(name: str) -> None:
     assert candidates.token_ids.tolist() == [[3, 4]] and candidates.lens.tolist() == [1]
     with pytest.raises(UsageError, match=r"^acceptance mine: decide changed .* in 1 rounds$"):
         rule.check()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_distributions_of_a_plugin_get_what_verification_on_cuda_reads(
+    monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    """Without it, proposals would count as certain there."""
+    monkeypatch.setattr(plugged, "softmax_stats", lambda x, p: ops.logit_rows(x, *p.filters))
+    params, logits = SamplingParams(temperature, top_k=5), torch.randn(8).expand(*PLACE, 8)
+    given = Candidates(torch.zeros(PLACE).long(), torch.tensor([2]), TokenDist(logits, None))
+    method = made_method(propose=lambda *_: given)
+    found = method.propose(one_slot(), Drafting(2, params, torch.tensor([2]), 8)).q
+    assert found is not None and torch.equal(found.logits, logits)
+    if temperature == 0.0:
+        assert found.stats is None
+        return
+    assert found.logits.is_contiguous() and found.stats is not None
+    assert torch.equal(found.stats[0, 1], ops.logit_rows(logits[0, :1], *params.filters).rows[0])
 
 
 def test_only_a_drawn_token_marks_logits_that_are_not_finite() -> None:

@@ -98,6 +98,7 @@ class FakeModel:
     device = CPU
     vocab_size = VOCAB
     mixtures = None
+    num_passes = 0
 
     def __init__(self, rule: Rule = target_rule, block_size: int = BLOCK) -> None:
         self.rule = rule

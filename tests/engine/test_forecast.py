@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from specdec_cli.acceptance.base import NoForecast
+from specdec_cli.core.batch import Rectangle
 from specdec_cli.core.candidates import Candidates
 from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.loop import Engine
@@ -110,6 +111,62 @@ def test_rounds_of_a_plugin_with_state_are_predicted(made: type[Any], options: A
     assert {text.is_rough for text in texts} == {True if made is OwnText else None}
     for k in range(1, LARGEST + 1):
         same_rounds(decode(engine, PROMPTS, k, max_new_tokens=24), texts, k)
+
+
+class SomeLayers:
+    """Drafts with two of the target's three layers, over the target's cache."""
+
+    def __init__(self, parts: Any) -> None:
+        self.target = parts.target
+
+    def propose(self, state: Any, draft: Any) -> Candidates:
+        fed, offset = state.tail[:, -1:], -1
+        while not draft.is_over:
+            what = Rectangle(fed, draft.lens, offset, 2, 999, last_only=True)
+            token = draft.draw(self.target.forward_slots(what, state, only=(0, 2)).logits[:, 0])
+            fed, offset = token[:, None], offset + 1
+        return cast(Candidates, draft.candidates())
+
+
+class SomeLayersPaged(SomeLayers):
+    is_paged = True
+
+
+@pytest.fixture(scope="module")
+def three_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("three")
+    return save_tiny(folder, "llama", num_hidden_layers=3, initializer_range=0.06)
+
+
+@pytest.mark.parametrize("made", [SomeLayers, SomeLayersPaged])
+def test_rounds_that_run_the_target_are_predicted(made: type[Any], three_layers: Path) -> None:
+    """The target's cache of the text is there in each of the rounds side by side."""
+    engine = plugged(make_engine(three_layers, None, num_blocks=90, batch_size=2), made)
+    plain = decode(make_engine(three_layers, None), PROMPTS, 0, max_new_tokens=24)
+    seqs = decode(engine, PROMPTS, LARGEST, max_new_tokens=24)
+    assert [s.tokens for s in seqs] == [s.tokens for s in plain]
+    accepted = {a for s in seqs for a in s.accepted_per_round}
+    assert 0 in accepted and max(accepted) >= 2
+    texts = [text_of(engine, seq, SamplingParams(max_new_tokens=24)) for seq in seqs]
+    assert {text.is_rough for text in texts} == {None}
+    for k in range(1, LARGEST + 1):
+        same_rounds(decode(engine, PROMPTS, k, max_new_tokens=24), texts, k)
+
+
+def test_chances_of_rounds_that_run_the_target_do_not_depend_on_how_many_run_at_once(
+    three_layers: Path,
+) -> None:
+    params = SamplingParams(temperature=1.2, max_new_tokens=40)
+    engine = plugged(make_engine(three_layers, None), SomeLayers)
+    seqs = decode(engine, [PROMPTS[0]], 3, temperature=1.2, max_new_tokens=40)
+    found = []
+    for made, num_blocks in ((SomeLayers, 200), (SomeLayersPaged, 200), (SomeLayers, 20)):
+        engine = plugged(make_engine(three_layers, None, num_blocks=num_blocks), made)
+        request = Request(0, tuple(PROMPTS[0]))
+        found.append(engine.forecast(request, seqs[0].output_ids, LARGEST, params))
+    for ahead in zip(*(one.ahead or () for one in found), strict=True):
+        for other in ahead[1:]:
+            assert other == pytest.approx(ahead[0], abs=1e-4)
 
 
 class Table:

@@ -9,7 +9,11 @@ from specdec_kernels import ops
 from specdec_kernels.linear.cpu import pays_to_pack
 from specdec_kernels.linear.reference import Normed
 
+from specdec_cli.core.batch import Rectangle
 from specdec_cli.core.kv_cache import KVCache
+from specdec_cli.core.state import BatchState
+from specdec_cli.core.types import Sequence
+from specdec_cli.errors import SetupError
 from specdec_cli.models.fused import bytes_held_twice, fuse
 from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel
@@ -84,6 +88,39 @@ def test_passes_match_transformers(case: str, device: torch.device, tmp_path: Pa
     assert model.fused is not None
     errors = drive(Driver(model, plain_reference(folder, device), [19, 6, 33]))
     assert max(errors.values()) < TOLERANCE, errors
+
+
+@pytest.mark.parametrize("only", [(0, 2), (1,), (2, 0)])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe"])
+def test_a_pass_of_some_layers_is_that_of_a_model_without_the_others(
+    family: str, only: tuple[int, ...], tmp_path: Path
+) -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    more = {"layer_types": kinds} if family == "gemma3" else {}
+    folder = save_tiny(tmp_path, family, num_hidden_layers=3, **more)
+    model = paged_model(folder, 9, BLOCK, fused=True)
+    ids, state = torch.tensor([[5, 9, 7, 3, 11]]), BatchState(1, 2, model.device)
+    state.load([Sequence(0, ids[0].tolist(), 1, 9, block_table=[3, 4])], 0)
+    what = Rectangle(ids, None, -5, 1, 99, last_only=False)
+    whole = model.forward_slots(what, state).logits
+    found = model.forward_slots(what, state, only=only).logits
+    alone = plain_reference(folder, model.device)
+    alone.model.layers = torch.nn.ModuleList([alone.model.layers[i] for i in only])
+    alone.config.num_hidden_layers = len(only)
+    alone.config.layer_types = [kinds[i] for i in only]
+    with torch.no_grad():
+        wanted = alone(ids, use_cache=False).logits
+    assert float((found - wanted).abs().max()) < TOLERANCE
+    assert float((found - whole).abs().max()) > 100 * TOLERANCE
+    assert torch.equal(model.forward_slots(what, state).logits, whole), "all layers, as before"
+
+
+def test_a_model_without_a_fused_form_runs_all_layers(tmp_path: Path) -> None:
+    model = paged_model(save_tiny(tmp_path, "gpt2"), 9, BLOCK, fused=True)
+    state = BatchState(1, 2, model.device)
+    state.load([Sequence(0, [5, 9], 1, 9, block_table=[3])], 0)
+    with pytest.raises(SetupError, match="its passes run all of its layers"):
+        model.forward_slots(Rectangle(state.tail, None, -2, 1, 99, True), state, only=(0,))
 
 
 def test_a_module_whose_heads_were_reordered_computes_the_same(tmp_path: Path) -> None:

@@ -626,6 +626,20 @@ def test_a_sample_has_all_of_a_prompts_time(caplog: pytest.LogCaptureFixture) ->
     assert "prompt 4 at k = 0: repeats wrote different tokens" in caplog.text
 
 
+def test_repeats_that_propose_differently_are_remarked_on() -> None:
+    runs = [Sequence(4, [1, 2, 3], 1, 3, finish_reason="length") for _ in range(2)]
+    for proposed, accepted, remarks in (
+        ((2, 2), (1, 1), []),
+        ((2, 3), (1, 1), ["repeats_propose_differently"]),
+        ((2, 2), (0, 1), ["repeats_propose_differently"]),
+    ):
+        for seq, k, count in zip(runs, proposed, accepted, strict=True):
+            seq.proposed_per_round, seq.accepted_per_round = [k], [count]
+        given = Key("d", 1, 2), None, list(map(finished, runs)), 2, 7
+        assert sample_of(*given, must_propose_alike=True).remarks == remarks
+        assert sample_of(*given).remarks == []
+
+
 def test_the_parts_of_the_time_curve_are_spread_over_the_sweep() -> None:
     native = SimpleNamespace(is_native=True)
     job: Any = SimpleNamespace(

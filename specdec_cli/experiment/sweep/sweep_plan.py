@@ -22,7 +22,7 @@ from specdec_cli.experiment.preparing import (
 from specdec_cli.experiment.sweep.sweep_records import SweepSettings
 from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import Recipe
-from specdec_cli.recipe.choices.registry import NONE, weights_from
+from specdec_cli.recipe.choices.registry import METHODS, NONE, weights_from
 from specdec_cli.recipe.watched import WatchedOptions
 
 _OFF = 0.1  # a larger relative difference between two rates causes a warning
@@ -140,6 +140,13 @@ def plan_sweep(
             name = job.plan.proposer
             short = f"{name}: {short}" if len(jobs) > 1 else short
             found.append(Notice("draft_context", short, {"draft": name}))
+        if METHODS[method := job.plan.recipe.speculation.method].may_remember:
+            told = (
+                f"method {method}: what its prefill or commit keeps of a text helps it in the next "
+                "repeat of the text and at the next k, so its acceptance may be too high: forget "
+                "it in begin(self), which is called before each run (docs/methods.md)"
+            )
+            found.append(Notice("method_remembers", told, {"method": method}))
     found += [*_other_rate(recipe), *_without_rate(recipe)]
     if shard is not None:
         place, count = shard

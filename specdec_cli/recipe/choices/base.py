@@ -90,12 +90,14 @@ class MethodChoice(Choice):
     to_sglang: makes SGLang's settings; None if SGLang has no such method.
     form: how to recognise the method's drafts by their config; None if they are ordinary
         transformers models.
+    may_remember: whether the method, a plugin's, may keep data about the texts of earlier runs.
     """
 
     weights_from: WeightsFrom = "none"
     to_vllm: VllmMaker | None = None
     to_sglang: SglangValues | None = None
     form: DraftForm | None = None
+    may_remember: bool = False
 
 
 def sglang_flags(
