@@ -42,7 +42,12 @@ _KS = "Proposal lengths, such as 0-8 (the default) or 1,2,4; 0 is added. Servers
 Ks = Annotated[
     str | None, option("-k --k --num-speculative-tokens", "LIST", _KS, show_default=False)
 ]
-Drafts = Annotated[list[str] | None, option("--draft", "MODEL", "Draft model; may be repeated.")]
+Drafts = Annotated[
+    list[str] | None,
+    option(
+        "--draft", "MODEL", "Draft model, method without one, or METHOD=MODEL; may be repeated."
+    ),
+]
 _PREDICT = "Measure k = 0 and the largest k, and predict the others."
 PredictOnly = Annotated[bool, option("--predict-only", None, _PREDICT)]
 _RATES = "Accept proposals at these rates by position, such as 0.8,0.6,0.5."

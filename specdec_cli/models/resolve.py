@@ -276,10 +276,11 @@ def _from_hub(
         )
         return Path(found)
     except HFValidationError:
-        raise SetupError(
-            f"no such model: {name}",
-            "name a folder, a .gguf file, a hub id (owner/name), package:NAME or demo:target",
-        ) from None
+        hint = "name a folder, a .gguf file, a hub id (owner/name), package:NAME or demo:target"
+        method, is_both, _ = name.partition("=")
+        if is_both:
+            hint = f"no method {method} takes a draft (`specdec methods`, with --plugin FILE.py)"
+        raise SetupError(f"no such model: {name}", hint) from None
     except GatedRepoError:
         raise SetupError(
             f"access to the model {name} is restricted",

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from specdec_cli.recipe.choices.registry import NONE, weights_from, without_draft
+from specdec_cli.recipe.choices.registry import METHODS, NONE, weights_from, without_draft
 from specdec_cli.recipe.fields import Section
 from specdec_cli.recipe.sections import (
     CacheSection,
@@ -58,10 +58,14 @@ class Recipe(Section):
     def proposer(self) -> str | None:
         """The name of the draft if the method uses the recipe's draft model, or else the name of
         the method if it works without a draft. None if neither is the case. The name does not
-        depend on k."""
+        depend on k.
+
+        If a plugin's method uses the draft, the name is METHOD=DRAFT, because the draft alone would
+        not say how it is used."""
         method = self.speculation.method
         if weights_from(method) == "draft" and self.draft is not None:
-            return self.draft.model
+            model = self.draft.model
+            return model if METHODS[method].code is None else f"{method}={model}"
         return method if without_draft(method) else None
 
     def changed(self, section: str, **values: object) -> Self:
@@ -74,7 +78,7 @@ class Recipe(Section):
         """Set `speculation.method` for recipes without a draft model.
 
         If `draft.model` is the name of a method that needs no draft, such as prompt lookup, use it
-        and drop the draft section.
+        and drop the draft section. If it is METHOD=DRAFT, use this method and this draft.
 
         If there is no draft section, use the method "none", which is plain decoding, in two cases:
         no method is set, or the method needs a draft but k is 0.
@@ -87,6 +91,10 @@ class Recipe(Section):
         if not isinstance(speculation, dict):
             return data
         named = draft.get("model") if isinstance(draft, dict) else None
+        method, is_both, model = named.partition("=") if isinstance(named, str) else ("", "", "")
+        if is_both and weights_from(method) == "draft":
+            draft, speculation = {**draft, "model": model}, {**speculation, "method": method}
+            data, named = {**data, "draft": draft, "speculation": speculation}, model
         is_method = isinstance(named, str) and without_draft(named)
         written = speculation.get("method", named if is_method else None)
         _check_ranks_inside(written, data.get("target"), draft)

@@ -75,7 +75,7 @@ def tokens(result: Result) -> list[int]:
 
 
 def test_the_page_has_one_of_each_in_60_lines() -> None:
-    assert set(FILES) == {"echo", "block", "layers", "likely", "heuristic"}
+    assert set(FILES) == {"echo", "block", "cascade", "layers", "likely", "heuristic"}
     assert all(code.count("\n") <= 60 for code in FILES.values())
 
 
@@ -333,20 +333,32 @@ def test_the_page_through_sweep_and_report(
     found = specdec(
         capsys,
         *("sweep-k", "demo", *plugins, "--draft", "ngram", "--draft", "echo"),
-        *("--draft", "demo:draft", "--draft", "block_of_text"),
+        *("--draft", "demo:draft", "--draft", "block_of_text", "--draft", "cascade=demo:draft"),
         *("--set", "speculation.length.policy=heuristic", "--set", "speculation.options.most=2"),
         *("--k", "0,2", "--limit", "2", "--max-new-tokens", "8", "--json", "-o", folder),
         *("--set", "run.repeats=1"),
     )
     assert found.code == 0, found.err
     points = {(p["draft"], p["k"]) for p in found.document["points"]}
-    arms = ("echo", "demo:draft", "ngram", "block_of_text")
+    arms = ("echo", "demo:draft", "ngram", "block_of_text", "cascade=demo:draft")
     assert points == {(None, 0), *((arm, 2) for arm in arms)}
     assert all(p["status"] == "ok" for p in found.document["points"])
+    drafted = {p["draft"]: p["metrics"]["num_draft_tokens"] for p in found.document["points"]}
+    assert drafted["cascade=demo:draft"] != drafted["demo:draft"], "each arm has its own method"
     reported = specdec(capsys, "report", folder)
     assert reported.code == 0, reported.err
     page_text = (folder / "report.html").read_text()
-    assert "echo" in page_text and "ngram" in page_text
+    assert "echo" in page_text and "ngram" in page_text and "cascade=demo:draft" in page_text
+    again = specdec(capsys, "sweep-k", *plugins, "--resume", "-o", folder, "--json")
+    assert again.code == 0 and len(again.document["points"]) == 1 + len(arms), again.err
+
+
+def test_one_draft_of_two_built_in_methods_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their points would have the same name."""
+    drafts = ("--draft", "demo:draft", "--draft", "pard=demo:draft")
+    found = specdec(capsys, "sweep-k", "demo", *drafts, "--k", "2", "--limit", "2", "--json")
+    assert found.code in (2, 5)
+    assert found.document["error"]["message"] == "--draft: demo:draft is given twice"
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -294,6 +294,12 @@ def test_a_method_in_a_models_place(
     assert f"did you mean {name}" not in hint
 
 
+def test_a_method_and_a_draft_of_which_the_method_is_unknown() -> None:
+    found = refusal("cascad=demo:draft")
+    assert found.message == "no such model: cascad=demo:draft"
+    assert "no method cascad takes a draft" in (found.hint or "")
+
+
 def test_bundled_name_that_is_not() -> None:
     problem = refusal("demo:nonesuch")
     assert "demo:nonesuch" in problem.message
