@@ -91,8 +91,8 @@ class Recipe(Section):
         if not isinstance(speculation, dict):
             return data
         named = draft.get("model") if isinstance(draft, dict) else None
-        method, is_both, model = named.partition("=") if isinstance(named, str) else ("", "", "")
-        if is_both and weights_from(method) == "draft":
+        method, is_both, model = str(named).partition("=")
+        if isinstance(draft, dict) and is_both and weights_from(method) == "draft":
             draft, speculation = {**draft, "model": model}, {**speculation, "method": method}
             data, named = {**data, "draft": draft, "speculation": speculation}, model
         is_method = isinstance(named, str) and without_draft(named)
