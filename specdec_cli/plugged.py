@@ -16,11 +16,12 @@ from specdec_cli.core.drafting import Doubt, Drafting, Stop
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.sampling import softmax_stats
 from specdec_cli.core.state import BatchState
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.errors import ExitCode, SpecdecError, UsageError
 from specdec_cli.lengths.base import LastRounds
 from specdec_cli.lengths.costs import RoundCosts
 from specdec_cli.methods.base import MethodParts, Proposer
+from specdec_cli.methods.teacher import Teacher
 from specdec_cli.text import counted
 
 # The least value of each attribute, or method's result, that has to be an integer.
@@ -240,6 +241,17 @@ class PluggedMethod:
         first = torch.where(invalid, place, k).amin(dim=1)
         return Candidates(clamped, torch.minimum(lens, first), q)
 
+    def forecast(self, teacher: Teacher, text: Sequence, params: SamplingParams) -> Forecast | None:
+        """Return the plugin's own forecast. One that it inherits from a method whose rounds it
+        changes is of other rounds, so the result is None, as without a forecast."""
+        classes = type(self.inner).__mro__
+        rounds = [_place(classes, name) for name in ("propose", "prefill", "commit")]
+        if _place(classes, "forecast") > min(rounds):
+            return None
+        with blamed(self.who, "forecast"), torch.inference_mode():
+            found: Forecast | None = self.inner.forecast(teacher, text, params)
+        return found
+
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
         lent = Lent(*state.tensors, verdict.token_ids, verdict.num_accepted)
         with blamed(self.who, "commit"), torch.inference_mode():
@@ -279,6 +291,11 @@ class PluggedMethod:
             if not ids:
                 told = f"{lens} of the lens that propose returned are outside 0..caps"
             raise UsageError(f"{self.who}: {told}")
+
+
+def _place(classes: tuple[type[Any], ...], name: str) -> int:
+    """Return the index of the class that defines a member."""
+    return next(place for place, one in enumerate(classes) if name in vars(one))
 
 
 def _with_stats(q: TokenDist | None, draft: Drafting) -> TokenDist | None:
@@ -323,7 +340,8 @@ class PluggedRule(AcceptanceRule):
     ) -> Verdict:
         is_used = (candidates.lens > 0).any()
         lent = Lent(candidates.token_ids, candidates.lens)
-        with blamed(self.who, "decide"):
+        hint = "noise is None in greedy decoding without draws_when_greedy = True"
+        with blamed(self.who, "decide", hint if noise is None else ""):
             found = self.inner.decide(candidates, target, params, noise)
         if not isinstance(found, Verdict):
             raise UsageError(f"{self.who}: decide should return a Verdict, not {found!r:.60}")

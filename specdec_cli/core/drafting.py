@@ -81,8 +81,14 @@ class Drafting:
             whole block of proposals is drawn at once.
         ids: int64 [V'], the target's id of each column, all different; None if the columns are
             already the target's ids.
+
+        Raises `ValueError` for logits of another number of sequences, or of more positions than are
+        left.
         """
         step, shape = self.num_drawn, logits.shape[:2]
+        if logits.dim() != 3 or len(logits) != len(self.caps) or shape[1] > self.k - step:
+            told = f"for {len(self.caps)} sequences and at most {self.k - step} more positions"
+            raise ValueError(f"logits to draw from should be {told}, but are {list(logits.shape)}")
         if ids is not None and not (self.params.is_greedy and self.texts is None):
             # Verification and logits processors index logits by the target's ids.
             logits, ids = by_target_ids(logits, ids, self.vocab_size), None

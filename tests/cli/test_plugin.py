@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec_cli import plugged, plugin
 from specdec_cli.acceptance.base import AcceptanceRule
-from specdec_cli.core.candidates import Candidates, TargetOutput, TokenDist, Verdict
+from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, TokenDist, Verdict
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.state import BatchState, Texts
 from specdec_cli.core.types import SamplingParams
@@ -687,6 +687,35 @@ def test_a_plugin_s_round_takes_few_operations_more_than_a_built_in_one() -> Non
     assert counting.count <= 20
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("shape", "told"),
+    [
+        ((1, 5), ""),
+        ((2, 8), "1 sequences and at most 2 more positions, but are [2, 1, 8]"),
+        ((1, 3, 8), "1 sequences and at most 2 more positions, but are [1, 3, 8]"),
+        ((8,), "1 sequences and at most 2 more positions, but are [8, 1]"),
+    ],
+)
+def test_logits_that_nothing_is_drawn_from_get_one_line(
+    temperature: float, shape: tuple[int, ...], told: str
+) -> None:
+    def propose(_: object, state: Any, draft: Drafting) -> Candidates:
+        draw = draft.draw_all if len(shape) == 3 else draft.draw
+        draw(torch.zeros(shape))
+        return draft.candidates()
+
+    noise = torch.zeros(PLACE) if temperature else None
+    draft = Drafting(2, SamplingParams(temperature), torch.tensor([2]), 8, noise)
+    method = made_method(propose=propose)
+    if shape == (1, 5):
+        method.propose(one_slot(), draft)  # ids from 5 on have no probability
+        return
+    with pytest.raises(UsageError, match=re.escape(told)) as found:
+        method.propose(one_slot(), draft)
+    assert found.value.message.startswith("method mine: propose raised ValueError: logits to draw")
+
+
 LENT = {
     "neither": lambda state: state.length.clone(),
     "numbers": lambda state: state.length,
@@ -945,6 +974,22 @@ def test_a_rule_that_accepts_more_than_was_proposed_is_named(
     message = refusal(capsys, tmp_path, "rule", body, *chosen)
     told = r"acceptance mine: decide returned [1-9]\d* values? of num_accepted outside 0..lens"
     assert re.fullmatch(told, message), message
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_rule_without_noise_is_told_why(draws: bool) -> None:
+    class Mine:
+        draws_when_greedy = draws
+
+        def decide(self, candidates: Any, target: Any, params: Any, noise: Any) -> Verdict:
+            return Verdict(noise.sample, 1 / 0)  # type: ignore[arg-type]
+
+    given = Candidates(torch.zeros(PLACE, dtype=torch.int64), torch.tensor([2]))
+    noise = Noise(*torch.zeros(3, *PLACE).unbind()) if draws else None
+    with pytest.raises(UsageError) as found:
+        target = TargetOutput(torch.zeros(1, 3, 8))
+        PluggedRule("mine", Mine()).decide(given, target, SamplingParams(), noise)
+    assert ("draws_when_greedy = True" in (found.value.hint or "")) == (not draws)
 
 
 def test_decisions_are_clamped_until_the_run_ends() -> None:

@@ -13,6 +13,7 @@ from specdec_cli.core.candidates import Candidates
 from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.loop import Engine
 from specdec_cli.methods.base import Proposer
+from specdec_cli.methods.draft_model import DraftModel
 from specdec_cli.methods.forecast import forecast
 from specdec_cli.plugged import PluggedMethod
 from tests.engine.fakes import BLOCK, Cells, fake_engine, random_prompt, sometimes
@@ -167,6 +168,41 @@ def test_chances_of_rounds_that_run_the_target_do_not_depend_on_how_many_run_at_
     for ahead in zip(*(one.ahead or () for one in found), strict=True):
         for other in ahead[1:]:
             assert other == pytest.approx(ahead[0], abs=1e-4)
+
+
+class OneToken(DraftModel):
+    """Changes the rounds of a method that has a forecast."""
+
+    def __init__(self, parts: Any) -> None:
+        super().__init__(parts.draft, 999)
+
+    def propose(self, state: Any, draft: Any) -> Candidates:
+        draft.end_after(torch.ones(len(draft.caps), draft.k, dtype=torch.bool))
+        return super().propose(state, draft)
+
+
+class SameRounds(DraftModel):
+    """Leaves them as they are."""
+
+    def __init__(self, parts: Any) -> None:
+        super().__init__(parts.draft, 999)
+
+
+@pytest.mark.parametrize("made", [OneToken, SameRounds])
+def test_an_inherited_forecast_is_not_of_changed_rounds(
+    made: type[Any], target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    whole = DraftModel.forecast
+    monkeypatch.setattr(DraftModel, "forecast", lambda *a: asked.append(1) or whole(*a))
+    engine = make_engine(target, target)
+    parts: Any = SimpleNamespace(target=engine.target, draft=cast(Any, engine.proposer).model)
+    engine.proposer = cast(Proposer, PluggedMethod("mine", made, parts))
+    seqs = decode(engine, PROMPTS, LARGEST, max_new_tokens=12)
+    texts = [text_of(engine, seq, SamplingParams(max_new_tokens=12)) for seq in seqs]
+    assert bool(asked) == (made is SameRounds)
+    for k in (1, 3, LARGEST):
+        same_rounds(decode(engine, PROMPTS, k, max_new_tokens=12), texts, k)
 
 
 class Table:
