@@ -130,7 +130,7 @@ def _of_method(
 def _of_choices(asked: Asked, recipes: "Sequence[specdec_cli.recipe.Recipe]") -> Iterator[Unused]:
     """Yield the keys of `sampling` and `speculation` that none of the recipes reads, although the
     user sets them, by option, by --set or in the recipe's file."""
-    from specdec_cli.recipe.choices.registry import CHOICES, chooser_of
+    from specdec_cli.recipe.choices.registry import CHOICES, METHODS, chooser_of
 
     keys = [key for key, value in _keys_set(asked).items() if value is not None]
     for one in recipes:
@@ -145,6 +145,9 @@ def _of_choices(asked: Asked, recipes: "Sequence[specdec_cli.recipe.Recipe]") ->
         choices = [CHOICES[chooser][name] for name in chosen]
         if not any(choice.code or own in choice.keys.model_fields for choice in choices):
             yield [key], f": speculation.{chooser} is {' or '.join(chosen)}"
+    is_by_draws = recipes[0].speculation.length.policy == "confidence"
+    if is_by_draws and not any(METHODS[one.speculation.method].draws for one in recipes):
+        yield ["speculation.length.policy"], f": {recipes[0].speculation.method} draws no tokens"
     sampling = recipes[0].sampling
     if sampling.temperature == 0 and sampling.source == "recipe":
         for key in _not_default("sampling", sampling):

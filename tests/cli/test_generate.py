@@ -586,7 +586,10 @@ SYNTHETIC = "speculation.synthetic_acceptance_length"
             ["speculation.length.threshold=0.9"],
             "speculation.length.threshold has no effect: speculation.length.policy is fixed",
         ),
-        (["speculation.length.threshold=0.9", "speculation.length.policy=confidence"], None),
+        (
+            ["speculation.length.threshold=0.9", "speculation.length.policy=confidence"],
+            "speculation.length.policy has no effect: ngram draws no tokens",
+        ),
         (
             ["speculation.block_width=trained"],
             "speculation.block_width has no effect: speculation.method is ngram",

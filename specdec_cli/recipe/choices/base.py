@@ -90,6 +90,8 @@ class MethodChoice(Choice):
     to_sglang: makes SGLang's settings; None if SGLang has no such method.
     form: how to recognise the method's drafts by their config; None if they are ordinary
         transformers models.
+    draws: whether it draws proposals from distributions, so that a length policy can stop after a
+        drawn token. True for all methods of plugins.
     may_remember: whether the method, a plugin's, may keep data about the texts of earlier runs.
     """
 
@@ -97,6 +99,7 @@ class MethodChoice(Choice):
     to_vllm: VllmMaker | None = None
     to_sglang: SglangValues | None = None
     form: DraftForm | None = None
+    draws: bool = True
     may_remember: bool = False
 
 

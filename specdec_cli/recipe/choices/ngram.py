@@ -48,4 +48,5 @@ NGRAM = MethodChoice(
     keys=NgramKeys,
     to_vllm=_to_vllm,
     to_sglang=_to_sglang,
+    draws=False,
 )
