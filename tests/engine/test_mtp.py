@@ -230,7 +230,7 @@ def test_mimo_s_file_tells_the_number_of_its_modules(mimo: Path, tmp_path: Path)
     told = "num_nextn_predict_layers is missing, and its weights have no model.mtp.layers.0.eh_proj"
     with pytest.raises(SetupError, match=told):
         planned(without(mimo, tmp_path / "none", "layers.0.eh_proj"))
-    with pytest.raises(UsageError, match=r"^-k 3 .* at most 2 tokens a round \(a chain of 2"):
+    with pytest.raises(UsageError, match=r"is 3: .* at most 2 tokens a round \(a chain of 2"):
         planned(mimo, 3)
     dummy = planned(mimo, 3, target__load_format="dummy")
     assert all(len(s.output_ids) == NEW_TOKENS - 1 for s in run(dummy, STARTS))
@@ -451,7 +451,7 @@ def test_rounds_of_one_proposal_keep_the_other_modules_of_their_run(
 
 def test_a_chain_bounds_k(two: Path) -> None:
     with pytest.raises(
-        UsageError, match=r"^-k 3 .* at most 2 tokens a round \(a chain of 2"
+        UsageError, match=r"is 3: .* at most 2 tokens a round \(a chain of 2"
     ) as found:
         planned(two, 3)
     assert found.value.code == ExitCode.USAGE
