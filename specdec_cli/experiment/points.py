@@ -10,7 +10,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from specdec_cli.core.figures import STAGES, Metrics, Spread, mean_parts, metrics_of
+from specdec_cli.core.figures import (
+    STAGES,
+    Acceptance,
+    Metrics,
+    Spread,
+    mean_parts,
+    metrics_of,
+)
 from specdec_cli.errors import ExitCode
 from specdec_cli.experiment.folders.records import BreakEven, CategoryMetrics, Key, Point, Sample
 from specdec_cli.experiment.folders.samples import Samples, why_none, without_errors
@@ -106,14 +113,11 @@ def measured(
     metrics = point_metrics(list(samples.values()), key)
     gain = _gain(speedup(usable, baseline), key.k, seed, most_speedup(usable))
     is_possible = "impossible_speedup" not in gain
-    lengths: list[float] | None = [1.0, 1.0]
-    if metrics.num_drafts != 0:
-        lengths = _length_interval(usable, metrics.mean_acceptance_length, key.k, seed)
     return {
         "status": "ok",
         "metrics": metrics,
         **engine_fields(samples.values()),
-        "mean_acceptance_length_ci": lengths,
+        "mean_acceptance_length_ci": _length_interval(usable, metrics, key.k, seed),
         "per_category": _per_category(usable, baseline, key.k, seed),
         **gain,
         "break_even": _break_even(usable, baseline, key.k, seed) if is_possible else None,
@@ -186,9 +190,7 @@ def _per_category(
             acceptance_rate_per_pos=acceptance.acceptance_rate_per_pos,
             decode_tokens_per_second=measured_speed(own.values()).value,
             **_gain(speedup(own, baseline), k, seed, most_speedup(own)),
-            mean_acceptance_length_ci=_length_interval(
-                own, acceptance.mean_acceptance_length, k, seed
-            ),
+            mean_acceptance_length_ci=_length_interval(own, acceptance, k, seed),
         )
     return rows
 
@@ -241,20 +243,25 @@ def _break_even(samples: Samples, baseline: Samples, k: int, seed: int) -> Break
     return break_even(cost, ExpectedRounds(k, drafts, without, tokens), seed)
 
 
-def _length_interval(samples: Samples, mean: float | None, k: int, seed: int) -> list[float] | None:
-    """Compute the 95 % interval of a point's mean acceptance length, clipped to the range from 1
-    to k + 1. Return None if no round had proposals, or if there are too few prompts.
+def _length_interval(samples: Samples, whole: Acceptance, k: int, seed: int) -> list[float] | None:
+    """Compute the 95 % interval of the mean acceptance length over some of a point's prompts,
+    clipped to the range from 1 to k + 1. Without proposals the length is 1 by definition, and so
+    are both ends. Return None if the rounds of each prompt are unknown, or if there are too few
+    prompts.
 
     If all prompts have equal values, `stats.interval` returns None, because equal times suggest
     that all prompts shared one batch. Acceptance is counted for each prompt separately, so here
     equal values give an interval of width 0.
 
-    mean: the point's mean length, from which the samples' mean may differ by rounding. The interval
-    includes it.
+    whole: the acceptance over these prompts. Its mean length may differ from the samples' by
+        rounding. The interval includes it.
     """
+    if whole.num_drafts == 0:
+        return [1.0, 1.0]
     # Sort the prompts, because resampling depends on their order.
     own = [samples[index] for index in sorted(samples)]
     drafts = [s.num_drafts for s in own]
+    mean = whole.mean_acceptance_length
     if mean is None or not sum(drafts):
         return None
     length = stats.mean_acceptance_length([s.num_accepted for s in own], drafts)

@@ -35,8 +35,17 @@ _FIGURES = (
 )
 
 
-def _setting(point: Point) -> dict[str, Value]:
-    return {name: getattr(point, name) for name in _SETTING}
+def _setting(run: ReportedRun, point: Point, names: Sequence[str] = _SETTING) -> dict[str, Value]:
+    """Return the columns that identify a point: its request rate if the run has rates, then the
+    fields `names`. The batch size is None if the number of concurrent requests has no limit, as in
+    JSON."""
+    rate = {"request_rate": point.request_rate} if _has_rates(run) else {}
+    found = {name: getattr(point, name) for name in names}
+    return rate | found | {"batch_size": point.batch_size or None}
+
+
+def _has_rates(run: ReportedRun) -> bool:
+    return any(point.request_rate is not None for point in run.points)
 
 
 def _ends(of: str, found: object, prefix: str = "") -> dict[str, Value]:
@@ -53,15 +62,13 @@ def raw_points(run: ReportedRun) -> Table:
     if run.is_comparison:
         setting = ("target_tp", "draft_tp", "batch_size", "k")
         names = (*names, "num_blocks", "speedup_vs_equal_tp")
-    has_rates = any(point.load is not None for point in run.points)
     parts = [n for n in TTFT_PARTS if any(first_token_part(n, p) is not None for p in run.points)]
 
     def row(point: Point) -> dict[str, Value]:
         even = point.break_even
-        rate = {"request_rate": point.request_rate} if has_rates else {}
         return (
-            rate
-            | {name: getattr(point, name) for name in (*setting, "status", "reason", "speedup")}
+            _setting(run, point, setting)
+            | {name: getattr(point, name) for name in ("status", "reason", "speedup")}
             | _ends("speedup", point)
             | _ends("mean_acceptance_length", point)
             | {
@@ -76,7 +83,7 @@ def raw_points(run: ReportedRun) -> Table:
                 for part in ("mean", *PERCENTILES)
             }
             | {f"ttft_{name}_ms": first_token_part(name, point) for name in parts}
-            | (_of_load(point) if has_rates else {})
+            | (_of_load(point) if _has_rates(run) else {})
         )
 
     return _table("points", [row(point) for point in run.points])
@@ -126,7 +133,7 @@ def raw_acceptance(run: ReportedRun) -> Table:
         known = (getattr(point.metrics, f"{rate}_per_pos", None) or () for rate in rates)
         for position, pair in enumerate(zip(*known, strict=True), start=1):
             rows.append(
-                _setting(point) | {"position": position} | dict(zip(rates, pair, strict=True))
+                _setting(run, point) | {"position": position} | dict(zip(rates, pair, strict=True))
             )
     return _table("acceptance", rows)
 
@@ -135,7 +142,7 @@ def raw_categories(run: ReportedRun) -> Table:
     """Make a table with a row for each category of prompts at each point."""
     names = ("num_prompts", "mean_acceptance_length", "draft_acceptance_rate", "speedup")
     rows = [
-        _setting(point)
+        _setting(run, point)
         | {"category": category}
         | {name: getattr(row, name) for name in (*names, "decode_tokens_per_second")}
         | _ends("speedup", row)

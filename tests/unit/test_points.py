@@ -274,6 +274,13 @@ def test_a_mean_length_lies_between_one_and_k_plus_one() -> None:
     assert point.mean_acceptance_length_ci is None
 
 
+def test_a_length_without_proposals_is_one_in_each_category_too() -> None:
+    plain = {i: sample(i, [], 1.0, category="ab"[i % 2]) for i in range(8)}
+    point = point_of(Key(None, 1, 0), plain, plain)
+    assert point.mean_acceptance_length_ci == [1.0, 1.0]
+    assert [row.mean_acceptance_length_ci for row in point.per_category.values()] == [[1, 1]] * 2
+
+
 def test_a_mean_length_lies_in_its_interval() -> None:
     """Equal prompts give an interval without width, which rounding must not move."""
     for accepted in range(1, 7):

@@ -155,6 +155,26 @@ def test_csv_by_position_and_category(sweep: Content) -> None:
         assert float(row["mean_acceptance_length"]) == figures["mean_acceptance_length"]
 
 
+def test_csv_rows_name_their_request_rate(tmp_path: Path) -> None:
+    """Points that differ in nothing else are told apart, and no limit is not a batch of 0."""
+    points = [
+        point | {"request_rate": rate, "batch_size": None}
+        for rate in (4.0, "inf")
+        for point in sweep_points(ks=(0, 2), batch_sizes=(1,), drafts=ONE_DRAFT)
+    ]
+    write_folder(tmp_path, points)
+    content = read(tmp_path)
+    for name, keys in (
+        ("points.csv", ()),
+        ("acceptance.csv", ("position",)),
+        ("categories.csv", ("category",)),
+    ):
+        rows = csv_rows(content, name)
+        assert {(r["request_rate"], r["batch_size"]) for r in rows} == {("4.0", ""), ("inf", "")}
+        named = [tuple(r[key] for key in ("request_rate", "k", *keys)) for r in rows]
+        assert len(set(named)) == len(named), name
+
+
 def test_page_has_the_figures(sweep: Content) -> None:
     tables = Page(html(sweep)).tables
     header, *rows = tables["table-results"]

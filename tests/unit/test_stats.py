@@ -103,6 +103,17 @@ def test_too_little_to_say() -> None:
     assert factors.choose(shared) == (1, (1, 2))  # equal ones are tied
 
 
+@pytest.mark.parametrize("sizes", [[3, 5, 7, 9], [49, 49, 49, 0.1, 0.7, 1e-3, 3, 11, 13]])
+def test_equal_sums_have_a_ratio_of_one_and_no_spread(sizes: list[float]) -> None:
+    """A reciprocal is rounded: 49 * (1 / 49) is less than 1, which no interval would then hold."""
+    alike = stats.speed(sizes, sizes)
+    assert alike.value == 1.0 and alike.over(alike).value == 1.0
+    assert stats.interval(alike) is None and stats.linear_interval(alike) is None
+    for size in sizes:
+        cost = factors.MidRatio(np.full((4, 2), size), (1, -1))
+        assert cost.value == 1.0 and cost.interval() == [1.0, 1.0]
+
+
 def test_a_measure_without_a_value_is_not_the_largest() -> None:
     """This holds at any place in the list; NaN compares with nothing."""
     none, slow, fast = (stats.speed(t, [1, 2]) for t in ([0, 0], [1, 2.5], [3, 4]))

@@ -33,7 +33,9 @@ class MidRatio:
 
     @property
     def value(self) -> float:
-        return prod(midmean(c) ** p for c, p in zip(self.columns.T, self.powers, strict=True))
+        found = list(zip(map(midmean, self.columns.T), self.powers, strict=True))
+        factors, divisors = (prod(m for m, p in found if p == of) for of in (1, -1))
+        return factors / divisors
 
     def over(self, other: "MidRatio") -> "MidRatio":
         """Divide this measure by another over the same observations."""

@@ -30,6 +30,7 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)
 # outlier, a resample without it may have nearly identical prompts, and dividing by its tiny error
 # would blow up the interval.
 _LEAST_ERROR = 0.25
+_NO_ERROR = 1e-12  # a smaller standard error is rounding: all prompts are exactly alike
 _NORMAL = NormalDist().inv_cdf(0.975)
 _DRAWS = 10_000  # random draws for the largest of several errors
 _FEW_WITHOUT = 0.1  # report rounds without proposals only if their share exceeds this
@@ -58,7 +59,9 @@ class SumRatio:
         sums = self.columns.sum(axis=0)
         if len(self.columns) == 0 or (sums <= 0).any():
             return float("nan")
-        return float(np.prod(sums ** np.array(self.powers, float)))
+        # A quotient, since a product with reciprocals is not exactly 1 for equal sums.
+        are_factors = np.array(self.powers) > 0
+        return float(np.prod(sums[are_factors]) / np.prod(sums[~are_factors]))
 
     @property
     def influence(self) -> Array:
@@ -134,7 +137,7 @@ def interval(measure: SumRatio, seed: int = 0, resamples: int = RESAMPLES) -> li
         return None
     log_value = np.log(value)
     error = _error(x, np.ones((1, n)), powers)[1][0]
-    if error < 1e-12:
+    if error < _NO_ERROR:
         return None
     if n < _FEW:
         reach = STUDENT[n - 2] * error
@@ -186,8 +189,10 @@ def linear_interval(measure: SumRatio) -> list[float] | None:
     if len(x) < FEWEST or not np.isfinite(value := measure.value):
         return None
     error = _error(x, np.ones((1, len(x))), np.array(measure.powers, float))[1][0]
+    if error < _NO_ERROR:
+        return None
     reach = student(len(x) - 1) * error
-    return [value * float(np.exp(-reach)), value * float(np.exp(reach))] if error else None
+    return [value * float(np.exp(-reach)), value * float(np.exp(reach))]
 
 
 def joint_reach(covariance: Array, freedom: int) -> float:
