@@ -12,6 +12,7 @@ from operator import ne
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specdec_cli.experiment.compare.comparison_records import merge_repeats
 from specdec_cli.experiment.folders.conclusions import SpeedRatio
 from specdec_cli.experiment.folders.records import Point, Sample, given
 from specdec_cli.experiment.load.points import time_ratio
@@ -381,19 +382,25 @@ def _worth(point: Point) -> float:
 
 def _samples(run: ReportedRun) -> dict[tuple[Any, ...], dict[Prompt, Sample]]:
     """Read the samples of a run, and group them by point and then by prompt. Samples of prompts
-    that could not run are left out."""
+    that could not run are left out. In a comparison of TP degrees, all pairs with the same target
+    TP measure plain decoding, so their samples of a prompt are merged as repeats."""
     found: dict[tuple[Any, ...], dict[Prompt, Sample]] = defaultdict(dict)
-    counts: dict[tuple[Any, ...], dict[tuple[int, ...], set[int]]] = defaultdict(
-        lambda: defaultdict(set)
+    indices: dict[tuple[Any, ...], dict[tuple[int, ...], list[int]]] = defaultdict(
+        lambda: defaultdict(list)
     )
     for sample in intact_records(run.path / "samples.jsonl", Sample, []):
-        ids, place = tuple(sample.prompt_token_ids), _place(sample)
-        seen = counts[place][ids]
-        if not sample.could_run or (sample.request is None and sample.index in seen):
+        if not sample.could_run:
             continue
-        number = len(seen) if sample.request is None else sample.request
-        found[place][ids, number] = sample
-        seen.add(sample.index)
+        ids, place = tuple(sample.prompt_token_ids), _place(sample)
+        number = sample.request
+        if number is None:
+            known = indices[place][ids]
+            if sample.index not in known:
+                known.append(sample.index)
+            number = known.index(sample.index)
+        held = found[place].setdefault((ids, number), sample)
+        if sample.draft_tp != held.draft_tp:
+            found[place][ids, number] = merge_repeats([{0: held}, {0: sample}])[0]
     return found
 
 

@@ -166,6 +166,28 @@ def test_a_comparison_beside_a_sweep_differs_only_in_what_differs(tmp_path: Path
     assert differences["draft.model"] == ["–", RECIPE["draft"]["model"]]
 
 
+def test_plain_decoding_of_all_pairs_counts_once_for_each_prompt(tmp_path: Path) -> None:
+    """Each pair of degrees measures k = 0: its times are repeats, as in the point that is shown."""
+
+    def comparison(path: Path, factors: Mapping[int, float]) -> Path:
+        samples = [
+            sample_record(
+                **{"target_tp": 2, "draft_tp": draft_tp, "draft": None, "index": i},
+                prompt_token_ids=[7 if i < 2 else i],  # two prompts with the same tokens
+                decode_seconds=[factor * seconds],
+            )
+            for draft_tp, factor in factors.items()
+            for i, seconds in enumerate(TIMES)
+        ]
+        return write_folder(path, comparison_points((2,), (1,)), samples=samples)
+
+    first = comparison(tmp_path / "a", {1: 1.0, 2: 1.2})
+    whole = side_by_side([first, comparison(tmp_path / "b", {1: 1.0, 2: 1.4})])
+    plain = against_first(whole)["b", 0]
+    assert plain.num_prompts == len(TIMES)
+    assert plain.speed_ratio == pytest.approx((1.0 + 1.2) / (1.0 + 1.4))
+
+
 def loaded(path: Path, slower: float = 1.0, seed: int = 0) -> Path:
     """A run at 4 requests/s, of two prompts in turn. k = 0 is overloaded, k = 4 decodes fastest,
     and k = 2, which answers fastest, is recommended."""
