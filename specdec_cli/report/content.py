@@ -98,7 +98,9 @@ def _setup(run: ReportedRun) -> str:
     prompts = {int(n) for p in run.points if (n := p.number("num_prompts")) is not None}
     data = run.setting("data", "path")
     if prompts:
-        count = counted(max(prompts), "prompt")
+        # At a rate the requests cycle through the prompts, and metrics count requests.
+        is_load = any(p.request_rate is not None for p in run.points)
+        count = counted(max(prompts), "request" if is_load else "prompt")
         parts.append(f"{count}{f' of {data}' if data else ''}")
     if (temperature := run.setting("sampling", "temperature")) is not None:
         parts.append("greedy" if temperature == 0 else f"temperature {temperature}")

@@ -254,7 +254,8 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
     """Make the table of speed-ups by category at the recommended point. Return None if there are
     fewer than two categories.
 
-    If the recommendation is not to speculate, the table shows the fastest point instead.
+    If the recommendation is not to speculate, the table shows the fastest point instead. With
+    several batch sizes or rates, it is a point at the first of them, which the heading names.
     """
     best: Best = document["best"]
     shown = best if best.k else best.fastest
@@ -265,7 +266,8 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
     if len(rows) < 2:
         return None
     with_draft = has_several_drafts(document["points"])
-    name = one_line(f"category, {in_words(point.k, point.draft, with_draft=with_draft)}")
+    at = f", {point.level_in_words}" if len({p.level for p in document["points"]}) > 1 else ""
+    name = one_line(f"category, {in_words(point.k, point.draft, with_draft=with_draft)}{at}")
     columns: dict[str, list[str]] = {
         name: [one_line(category) for category in rows],
         **cell.columns_of([cell.PROMPTS, cell.LENGTH, cell.SPEED], [*rows.values()]),

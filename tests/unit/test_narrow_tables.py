@@ -204,6 +204,20 @@ def test_hostile_categories_keep_to_their_row() -> None:
         assert max(map(len, shown)) <= width and "\x1b" not in "".join(shown)
 
 
+def test_categories_of_several_batch_sizes_name_theirs() -> None:
+    """They are those of the first batch size; the rows alone do not show it."""
+    headings = []
+    for sizes in ((8, 1), (8,)):
+        points = as_points(sweep_points((0, 4), sizes, ((DRAFT, 0.78, 0.95),)))
+        row = points[1].per_category["qa"]
+        points[1] = points[1].model_copy(update={"per_category": {"qa": row, "code": row}})
+        best = Best(k=4, draft=DRAFT, tied=[4], reason="")
+        table = view._category_table({"points": points, "best": best}, 200)
+        assert table is not None
+        headings.append(lines_of(table, 200)[0].split("  ")[0])
+    assert headings == ["category, k = 4, batch size 8", "category, k = 4"]
+
+
 def test_categories_without_a_draft_read_as_such() -> None:
     """Plain decoding is no speculation, and a method without a draft has no draft."""
     drafts = ((DRAFT, 0.78, 0.95), ("ngram", 0.5, 0.9))

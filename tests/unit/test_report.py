@@ -173,6 +173,8 @@ def test_csv_rows_name_their_request_rate(tmp_path: Path) -> None:
         assert {(r["request_rate"], r["batch_size"]) for r in rows} == {("4.0", ""), ("inf", "")}
         named = [tuple(r[key] for key in ("request_rate", "k", *keys)) for r in rows]
         assert len(set(named)) == len(named), name
+    count = max(p["metrics"]["num_prompts"] for p in points)
+    assert f" {count} requests of question.jsonl " in content.setup
 
 
 def test_page_has_the_figures(sweep: Content) -> None:
