@@ -91,6 +91,33 @@ def test_a_folder_s_points_are_those_of_its_samples(tmp_path: Path) -> None:
     assert sorted(samples) == sorted((RUNS / "sweep" / "samples.jsonl").read_text().splitlines())
 
 
+def test_costs_of_rounds_are_compared_within_a_shard(tmp_path: Path) -> None:
+    """One shard lacks the cost of a round at k = 1, and the other's machine is half as fast. Its
+    rounds at k = 1 are not compared with the first shard's at k = 0."""
+    shards = [tmp_path / name for name in "ab"]
+    for place, (shard, slower) in enumerate(zip(shards, (1.0, 2.0), strict=True)):
+        shutil.copytree(RUNS / "sweep", shard)
+        stored = json.loads((shard / "settings.json").read_text())
+        stored["settings"]["shard"] = [place, 2]
+        stored["hash"] = digest(stored["settings"])
+        (shard / "settings.json").write_text(json.dumps(stored))
+        for name in ("samples", "replay", "curve"):
+            lines = (RUNS / "sweep" / f"{name}.jsonl").read_text().splitlines()
+            records = [one for one in map(json.loads, lines) if one.get("index", place) == place]
+            if name == "curve":
+                records = [one for one in records if place or not one["k"]]
+                for one in records:
+                    one["decode_seconds"] *= slower
+            (shard / f"{name}.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in records))
+    document, _ = merge_folders(shards, tmp_path / "whole")
+    old = json.loads((RUNS / "sweep" / "summary.json").read_text())["points"]
+    predicted = [
+        [p["predicted_speedup"] for p in of]
+        for of in (json.loads(to_json(document))["points"], old)
+    ]
+    assert predicted[0] == pytest.approx(predicted[1])
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [

@@ -1,7 +1,8 @@
 """Merges the shards of a sweep into one folder."""
 
 import os
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -170,11 +171,11 @@ def _add(
 ) -> None:
     """Add one shard's records, except points at request rates that were not measured completely.
 
-    Requests and time windows are numbered from 0 in each shard, so they are renumbered here to
-    follow those of earlier shards. All points of a rate are renumbered alike, even if an earlier
-    shard lacks some of them, because a request's number says which requests of other points it is
-    compared with. Raises `UsageError` if an earlier shard has a sample of the same prompt at the
-    same point.
+    Requests, time windows and parts of the time curve are numbered from 0 in each shard, so they
+    are renumbered here to follow those of earlier shards. All points of a rate or batch size are
+    renumbered alike, even if an earlier shard lacks some of them, because the number of a request
+    or part says which ones of other points it is compared with. Raises `UsageError` if an earlier
+    shard has a sample of the same prompt at the same point.
     """
     # The shard is read alone first: if it repeats a record, such as that of a prompt that failed
     # and ran again, the last one counts.
@@ -187,10 +188,7 @@ def _add(
     ):
         own.enter(record)
     own.drop_parts()
-    following: dict[Rate | None, int] = {}
-    for key, of in records.samples.items():
-        rate = key.request_rate
-        following[rate] = max([following.get(rate, 0), *(place + 1 for place in of)])
+    next_request, next_part = _following(records.samples), _following(records.costs)
     for key, samples in own.samples.items():
         mine, there = records.samples[key], {s.index for s in records.samples[key].values()}
         if twice := sorted(there & {s.index for s in samples.values()}):
@@ -199,7 +197,7 @@ def _add(
         if key.request_rate is None:
             mine.update(samples)
             continue
-        start = following.get(key.request_rate, 0)
+        start = next_request[key.batch_size, key.request_rate]
         for request, sample in samples.items():
             mine[start + request] = sample.model_copy(update={"request": start + request})
         for stretch in own.stretches[key].values():
@@ -208,9 +206,21 @@ def _add(
     for draft, texts in own.texts.items():
         records.texts[draft] = texts | records.texts[draft]
     for key, costs in own.costs.items():
-        parts = records.costs[key]
-        for part, cost in enumerate(costs.values(), start=len(parts)):
-            parts[part] = cost.model_copy(update={"part": part, "shard": number})
+        for part, cost in costs.items():
+            place = next_part[key.batch_size, key.request_rate] + part
+            records.costs[key][place] = cost.model_copy(update={"part": place, "shard": number})
+
+
+def _following(
+    found: Mapping[Key, Iterable[int]],
+) -> defaultdict[tuple[int, Rate | None], int]:
+    """Return the number after the largest one that points at a batch size and rate use, by batch
+    size and rate; 0 where there are none. found: the numbers that each point uses."""
+    following: defaultdict[tuple[int, Rate | None], int] = defaultdict(int)
+    for key, numbers in found.items():
+        level = key.batch_size, key.request_rate
+        following[level] = max([following[level], *(number + 1 for number in numbers)])
+    return following
 
 
 def _lacks(key: Key, whole: SweepSettings, records: SweepRecords) -> bool:
