@@ -240,6 +240,17 @@ def test_equal_pairs_are_tied(tmp_path: Path) -> None:
     assert best.tied == [Degrees(target_tp=2, draft_tp=3 - (best.draft_tp or 0))]
 
 
+def test_more_prompts_cost_their_prefill_too(tmp_path: Path) -> None:
+    """Those of all pairs, and of k = 0 on the same ranks."""
+    records = filled(tp1=(9.9, 9.9), tp2=(10.1, 10.1))
+    for place, of in enumerate(records.kept.samples.values()):
+        for index, one in of.items():
+            slower = one.decode_seconds[0] * (1 + index % 3 * place)
+            of[index] = changed(one, seconds=[30.0], decode_seconds=[slower])
+    needed = verdict(records, tmp_path)["best"].needed
+    assert needed.minutes == pytest.approx(needed.prompts / 10 * 2 * 2 * 10 * 0.5)
+
+
 def test_plain_decoding_that_is_faster_is_said(tmp_path: Path) -> None:
     best = verdict(filled(tp1=(50.0, 50.0), tp2=(60.0, 60.0)), tmp_path)["best"]
     assert best.draft_tp == 1 and best.speedup == pytest.approx(0.5)

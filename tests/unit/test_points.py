@@ -620,6 +620,18 @@ def test_speeds_are_held_against_the_same_prompts() -> None:
     assert found is not None and found.value == pytest.approx(3.0 / 1.0)
 
 
+def test_more_prompts_cost_their_prefill_too() -> None:
+    """Long prompts with short texts take most of their time before the first round."""
+    plain = {i: sample(i, [], 1.0 + i / 10, seconds=[9.0] * 2) for i in range(4)}
+    fast = {i: sample(i, [(1, 1)] * 6, 0.6 + i / 3, seconds=[8.0] * 2) for i in range(4)}
+    samples = {Key(None, 4, 0): plain, Key("d", 4, 1): fast}
+    points = points_of(samples)
+    best = recommend(points, measured_gains(points, samples), seed=0)
+    assert best.needed is not None and best.needed.at_least
+    spent = 4 * 2 * (9.0 + 8.0) / 60
+    assert best.needed.minutes == pytest.approx(best.needed.prompts / 4 * spent)
+
+
 def test_a_sample_has_all_of_a_prompts_time(caplog: pytest.LogCaptureFixture) -> None:
     runs = [Sequence(4, [1, 2, 3], 1, 9, finish_reason="length") for _ in range(2)]
     for seq, share in zip(runs, (2.0, 4.0), strict=True):

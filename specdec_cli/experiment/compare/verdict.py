@@ -142,10 +142,10 @@ def _against_plain(records: ComparisonRecords, best: Point, plain: Point | None)
 
 
 def _seconds(records: ComparisonRecords, points: Iterable[Point]) -> float:
-    """Add up the seconds that the pairs of these points spent in rounds, including the rounds at
+    """Add up the seconds that the pairs of these points spent in prefill and rounds, with those at
     k = 0 on the same ranks."""
     taken = (records.of(Pair.of(p), p.batch_size, k).values() for p in points for k in (0, p.k))
-    return sum(sum(sample.decode_seconds) for samples in taken for sample in samples)
+    return sum(sum(sample.seconds) for samples in taken for sample in samples)
 
 
 def _differing(records: ComparisonRecords, best: Point, rival: Point) -> dict[str, float]:

@@ -30,8 +30,8 @@ class Gains:
     ratios: the speed-up of each point, with the data from which its interval is computed.
     prompts: the indices of the prompts over which points are compared.
     num_parts: how many parts of the time curve the predictions use; 0 for measured speed-ups.
-    seconds: how many seconds the rounds of these prompts took at these points, summed over points
-        and repeats; 0 for predicted speed-ups.
+    seconds: how many seconds these prompts took at these points, in prefill and rounds, over all
+        repeats; 0 for predicted speed-ups.
     why_none: the reason why there are no points; empty if there are some.
     """
 
@@ -85,8 +85,9 @@ def measured_gains(points: Sequence[Point], samples: Mapping[Key, Samples]) -> G
 def seconds_of(
     samples: Mapping[Key, Samples], points: Iterable[Point], prompts: Collection[int]
 ) -> float:
-    """Return the seconds that these prompts' rounds took at these points, with all repeats."""
-    return sum(sum(samples[Key.of(p)][i].decode_seconds) for p in points for i in prompts)
+    """Return the seconds that these prompts took at these points, in prefill and rounds, with all
+    repeats."""
+    return sum(sum(samples[Key.of(p)][i].seconds) for p in points for i in prompts)
 
 
 def _why_not_compared(points: Sequence[Point]) -> str:
