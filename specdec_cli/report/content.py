@@ -149,14 +149,17 @@ def comparisons(content: Content) -> str:
     """Say how much faster one draft is than the other, or that they are tied, for each pair of
     drafts that the run compared. Returns "" if there are no such pairs."""
     told = []
-    for one in content.run.summary.comparisons:
+    found = content.run.summary.comparisons
+    has_sizes = len({one.batch_size for one in found}) > 1
+    for one in found:
         if not (one.arm.k and one.against.k) or one.speed_ratio is None:
             continue
         arm, other = (arm_in_words(content.run, side) for side in (one.arm, one.against))
         ends = one.speed_ratio_ci
         how = f"{times(one.speed_ratio)} as fast as"
         how = how if not one.tied else "tied with"
-        told.append(f"{arm} is {how if ends else 'not told apart from'} {other}")
+        at = f" at batch size {one.batch_size}" if has_sizes else ""
+        told.append(f"{arm} is {how if ends else 'not told apart from'} {other}{at}")
     return f" {'; '.join(told)}." if told else ""
 
 

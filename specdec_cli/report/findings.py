@@ -100,10 +100,12 @@ def residuals_in_words(run: ReportedRun) -> str:
         return ""
     low, high, mean = 100 * min(errors), 100 * max(errors), 100 * fmean(errors)
     off = [error for _, error in off_points(points)]
-    known = any(p.prediction and p.prediction.speedup_error_ci for p in points)
+    tested = [of for p in points if (of := p.prediction) is not None and of.speedup_error_ci]
+    known = [of for of in tested if of.drafts_of_k is None]
     chance = ""
     if known:
-        chance = f" {len(off)} of {len(errors)} are off by more than their intervals"
+        which = "" if len(known) == len(errors) else " with an interval"
+        chance = f" {len(off)} of {len(known)}{which} are off by more than their intervals"
         ways = {"too high" if error > 0 else "too low" for error in off}
         chance += f", all of them {ways.pop()}." if len(ways) == 1 and len(off) > 1 else "."
     if len(errors) > 2 and (low > 0 or high < 0):

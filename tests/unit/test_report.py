@@ -14,7 +14,7 @@ import pytest
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.experiment.folders.conclusions import VERSION
 from specdec_cli.report import write
-from specdec_cli.report.content import Content
+from specdec_cli.report.content import Content, conclusion
 from specdec_cli.report.drawings.canvas import reach
 from specdec_cli.report.drawings.rounds import draw_acceptance, draw_experts
 from specdec_cli.report.export import csv_tables, markdown
@@ -175,6 +175,34 @@ def test_csv_rows_name_their_request_rate(tmp_path: Path) -> None:
         assert len(set(named)) == len(named), name
     count = max(p["metrics"]["num_prompts"] for p in points)
     assert f" {count} requests of question.jsonl " in content.setup
+
+
+def test_conclusions_count_and_name_what_they_are_about(tmp_path: Path) -> None:
+    """A prediction without an interval was not tested by one, and pairs of arms at two batch sizes
+    are told apart."""
+    points = sweep_points(ks=(0, 2, 4), batch_sizes=(1, 8))
+    errors = {1: [-0.02, 0.01], 8: None}
+    for point in points:
+        if point["k"]:
+            ends = [-0.03, -0.01] if point["k"] == 4 and point["batch_size"] == 1 else None
+            point["prediction"] = {
+                **dict.fromkeys(("mean_acceptance_length", "iid_alpha"), 0.5),
+                **{"method": "replay", "is_exact": True, "iid_mean_acceptance_length": 2.0},
+                **dict.fromkeys(("mean_acceptance_length_error", "iid_error", "analytic_alpha")),
+                **{"speedup": 1.5, "speedup_error": -0.02},
+                "speedup_error_ci": ends or errors[point["batch_size"]],
+            }
+    write_folder(tmp_path, points)
+    file = tmp_path / "summary.json"
+    summary = json.loads(file.read_text())
+    summary["comparisons"] += [one | {"batch_size": 8} for one in summary["comparisons"]]
+    file.write_text(json.dumps(summary))
+    content = read(tmp_path)
+    assert "2 of 4 with an interval are off by more than their" in conclusion(
+        "predictions", content
+    )
+    told = conclusion("comparisons", content)
+    assert [f"at batch size {size}" in told for size in (1, 8)] == [True, True]
 
 
 def test_page_has_the_figures(sweep: Content) -> None:
