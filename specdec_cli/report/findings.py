@@ -298,9 +298,12 @@ def _against_fastest(run: ReportedRun, best: Finding) -> str:
 
 
 def fastest_with_proposals(run: ReportedRun, best: Finding) -> Point | None:
-    """Return the point with proposals that has the highest measured or predicted speed-up at the
-    finding's batch size or rate. In compare-tp, where each target TP has its own baseline, tokens/s
-    are compared instead. Returns None if no point with proposals has a speed-up."""
+    """Return the fastest point with proposals at the finding's batch size or rate: the one that the
+    run recorded as the fastest or, if it recorded none or plain decoding, the one with the highest
+    measured or predicted speed-up. In compare-tp, where each target TP has its own baseline,
+    tokens/s are compared instead. Returns None if no point with proposals has a speed-up."""
+    if best.fastest is not None and not best.fastest.is_baseline and _gain(best.fastest):
+        return best.fastest
     points = [p for p in run.points if p.level == best.at.level and not p.is_baseline]
     by = _speed if run.is_comparison else _gain
     return max(filter(_gain, points), key=by, default=None)

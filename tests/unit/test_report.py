@@ -940,6 +940,22 @@ def test_predicted_points_are_among_the_best_with_proposals(gain: float, tmp_pat
     assert card["Gain"] == f"predicted to be {told}"
 
 
+def test_the_fastest_is_the_one_that_the_run_recorded(tmp_path: Path) -> None:
+    """It compares predictions with predictions, also at a k that was measured, and another k may
+    have been faster there."""
+    points = sweep_points(ks=(0, 1, 4), batch_sizes=(1,), drafts=ONE_DRAFT)
+    points[1] |= {"speedup": 1.10, "speedup_ci": [0.9, 1.3]}
+    points[2] |= {"speedup": 1.12, "speedup_ci": [0.9, 1.3]}
+    write_folder(tmp_path, points)
+    best = {"k": 0, "draft": None, "tied": [0, 1, 4], "reason": "x", "verdict": "inconclusive"}
+    best["fastest"] = {"k": 1, "draft": points[1]["draft"], "speedup": 1.15}
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary |= {"best": best, "best_by_batch_size": {"1": best}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    card = dict(read(tmp_path).card)
+    assert card["Fastest with proposals"] == "k = 1 with draft-1b, batch size 1"
+
+
 def test_what_is_faster_by_chance_is_not_called_slower(tmp_path: Path) -> None:
     for sizes in [(1,), (1, 8)]:
         folder = tmp_path / str(len(sizes))
