@@ -104,10 +104,12 @@ class MachineWatch:
         most = max((share for share in shares[1:] if share is not None), default=0.0)
         is_crowd = self.ranks > num_cores()
         if not is_crowd and ((shares[0] or 0.0) > _STARVED or most > _STARVED_HALF):
-            worst = max(shares[0] or 0.0, most)
+            whole = shares[0] or 0.0
+            is_whole = whole > _STARVED
+            share, of = (whole, "the time") if is_whole else (most, "one half of the time")
             told = (
                 "other work took the processor: this process was ready to run and waited for "
-                f"{100 * worst:.0f} % of the time; {_ALONE}, or set --threads below the free cores"
+                f"{100 * share:.0f} % of {of}; {_ALONE}, or set --threads below the free cores"
             )
             return [Notice("cpu_starved", told, evidence | {"waited_share_of_a_half": most})]
         is_alone = self.ranks == 1 and self.device.type == "cpu" and not self.idles

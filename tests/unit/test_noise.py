@@ -1,6 +1,7 @@
 """Disturbed times are found in samples and in readings of the machine; quiet ones are not."""
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -249,6 +250,25 @@ def test_a_prediction_that_is_off_says_by_how_much_and_in_which_direction() -> N
     assert predictions_off(within) == []
     (notice,) = predictions_off([*within, point(-0.06, [-0.08, -0.03])])
     assert "k = 3 with a, batch size 1 is 6.0 % too low" in notice.message
+
+
+def test_the_share_that_is_told_is_that_of_the_time_that_is_told() -> None:
+    """Other work begins half-way: the process waits for 30 % of the second half."""
+    watch = MachineWatch(torch.device("cpu"))
+    readings = [
+        machine._Reading(
+            wall=float(second),
+            process=0.9 * second,
+            runnable=1,
+            waited={7: 0.3 * max(0, second - 5)},
+            throttled=0.0,
+        )
+        for second in range(11)
+    ]
+    (notice,) = watch._starved(list(pairwise(readings)), 10.0)
+    assert "waited for 15 % of the time" in notice.message
+    assert notice.evidence["waited_share"] == pytest.approx(0.15)
+    assert notice.evidence["waited_share_of_a_half"] == pytest.approx(0.3)
 
 
 def test_the_machine_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
