@@ -165,7 +165,7 @@ def load(file: str) -> None:
     try:
         if path.exists() and not path.is_file():
             raise ValueError("it is not a regular file")
-        LOADED[path] = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise UsageError(f"--plugin {file}: cannot be read: {reason}") from problem
@@ -186,6 +186,7 @@ def load(file: str) -> None:
         ) from problem
     if len(METHODS) + len(RULES) + len(POLICIES) == before:
         raise UsageError(f"--plugin {file}: registers nothing", "see docs/methods.md")
+    LOADED[path] = digest  # last, so that a file that failed fails again in the next run
 
 
 def _line(problem: BaseException, path: Path) -> str:

@@ -315,6 +315,7 @@ class Asked:
         """
         from specdec_cli.models.draft_form import with_method
         from specdec_cli.models.generation_config import with_sampling
+        from specdec_cli.recipe.choices.registry import method_in
 
         all_sets, options = [*(self.sets or ()), *sets], {**self.given, **own}
         found = resolve(self.recipe, all_sets, options)
@@ -323,9 +324,10 @@ class Asked:
             raise UsageError(told, "pass --set load.request_rate=null")
         # Options override the recipe. So if --draft is given, the recipe's method may be replaced
         # with one that fits the new draft, unless the command line names a method itself.
-        is_free = options.get("draft") is not None
+        draft = options.get("draft")
         names_method = _METHOD in parse_sets(all_sets) or options.get("method") is not None
-        return with_sampling(with_method(found, is_free=is_free and not names_method))
+        is_free = draft is not None and method_in(draft) is None and not names_method
+        return with_sampling(with_method(found, is_free=is_free))
 
 
 def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -386,23 +388,26 @@ def resolve(
     """Resolve the recipe of a command line, by precedence: option > `--set` > recipe > default.
 
     `options` maps names of `OPTION_KEYS` to values; None stands for an option that was not given.
-    `--draft` may also name a method that proposes without a draft model.
+    `--draft` may also name a method that proposes without a draft model, or METHOD=DRAFT. This
+    method replaces the recipe's.
     """
     import specdec_cli.recipe
-    from specdec_cli.recipe.choices.registry import without_draft
+    from specdec_cli.recipe.choices.registry import method_in
 
     given = parse_sets(sets or ())
     overrides, origins = dict(given), dict.fromkeys(given, "--set")
     proposer, origin = options.get("draft"), "--draft"
     if proposer is None:
         proposer, origin = given.get("draft.model"), "--set"
-    if isinstance(proposer, str) and without_draft(proposer):
+    method = method_in(proposer)
+    if method is not None and (origin == "--draft" or _METHOD not in given):
+        overrides[_METHOD], origins[_METHOD] = method, origin
+    if method is not None and method == proposer:
         # The recipe checks the number of ranks; the other keys of a draft mean nothing.
         dropped = {key for key in (*given, *_KEYS.values()) if key.startswith("draft.")}
         dropped.discard(_DRAFT_TP)
         overrides = {k: v for k, v in overrides.items() if k not in dropped}
-        overrides |= {"draft": {"model": proposer}, _METHOD: proposer}
-        origins |= {"draft": origin, _METHOD: origin}
+        overrides["draft"], origins["draft"] = {"model": proposer}, origin
         options = {k: v for k, v in options.items() if OPTION_KEYS[k][1] not in dropped}
     for name, (flag, key) in OPTION_KEYS.items():
         if (value := options.get(name)) is not None:

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -82,11 +83,11 @@ def profile_blocks(
             if len(values) > 1:
                 flag = options.OPTION_KEYS[name][0]
                 raise UsageError(f"{flag}: several values need --estimate")
+    own = {name: values[0] for name, values in lists.items()}
     tell_unused = partial(
         warn_of_unused,
-        asked,
+        replace(asked, given={**asked.given, **own}),
         has_draft=asked.given["draft"] is not None,
-        draft_tp=lists["draft_tp"][0],
         unread=("run.repeats", "run.warmup"),
     )
     if estimate:

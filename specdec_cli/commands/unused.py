@@ -28,7 +28,6 @@ def warn_of_unused(
     recipes: "Sequence[specdec_cli.recipe.Recipe]",
     *,
     has_draft: bool,
-    draft_tp: object = None,
     unread: Sequence[str] = (),
     asks: bool = False,
     starts: bool = False,
@@ -37,13 +36,12 @@ def warn_of_unused(
 
     recipes: the resolved recipes, one for each draft.
     has_draft: whether --draft is given.
-    draft_tp: the value of --draft-tp, if the command has its own option.
     unread: keys of recipes that the command does not read.
     asks: whether a server decodes that is running already.
     starts: whether the command starts the servers that decode. If so, it passes them the settings
         of the recipe's target, so --target-tp and --dtype do have an effect.
     """
-    _warn(asked, _of_method(asked, recipes, has_draft, draft_tp))
+    _warn(asked, _of_method(asked, recipes, has_draft))
     _warn(asked, _of_choices(asked, recipes))
     found = [key for key in _keys_set(asked) if key in unread]
     _warn(asked, [(found, " in this command")])
@@ -98,12 +96,9 @@ def _warn(asked: Asked, unused: Iterable[Unused]) -> None:
 
 
 def _of_method(
-    asked: Asked,
-    recipes: "Sequence[specdec_cli.recipe.Recipe]",
-    has_draft: bool,
-    draft_tp: object,
+    asked: Asked, recipes: "Sequence[specdec_cli.recipe.Recipe]", has_draft: bool
 ) -> Iterator[Unused]:
-    """Yield the options about drafts that the recipe's method does not read."""
+    """Yield the options and keys of --set about drafts that the recipes' methods do not read."""
     from specdec_cli.recipe.choices.registry import NONE, weights_from
 
     resolved = recipes[0]
@@ -118,13 +113,18 @@ def _of_method(
     elif k and method == NONE:
         yield [of_k], is_method if resolved.draft else ": the recipe has no draft"
     name, key = OPTION_KEYS["draft_tp"]
-    degree = asked.given.get("draft_tp", draft_tp)
+    degree = asked.given.get("draft_tp")
     if degree is None:
         name, degree = key, _keys_set(asked).get(key)
     used = {"target": resolved.target.tensor_parallel_size, "draft": degree}
     all_used = [used.get(weights_from(one.speculation.method)) for one in recipes]
     if degree is not None and degree not in all_used:
         yield [name], is_method
+    if not any(weights_from(one.speculation.method) == "draft" for one in recipes):
+        keys = [one for one, value in _keys_set(asked).items() if value is not None]
+        # A draft's name may have chosen the method. Then there is no section `draft`.
+        names = {key, *(["draft.model"] if resolved.draft is None else [])}
+        yield [one for one in keys if one.startswith("draft.") and one not in names], is_method
 
 
 def _of_choices(asked: Asked, recipes: "Sequence[specdec_cli.recipe.Recipe]") -> Iterator[Unused]:

@@ -51,7 +51,7 @@ def with_method(recipe: Recipe, *, is_free: bool = False) -> Recipe:
             noun = f"no {asked.form.noun.partition(' ')[2]}"
         raise UsageError(
             f"speculation.method is {method}, but the draft {draft.model} is {noun}",
-            "leave speculation.method out: the draft's config determines it",
+            "leave the method out: the draft's config determines it",
         )
     changed = speculation.model_copy(update={"method": found or _DEFAULT})
     return recipe.model_copy(update={"speculation": changed})

@@ -47,7 +47,7 @@ def describe(error: ErrorDetails) -> str:
             if len(path) == 1 and path[0] in key_fields():
                 return "should be a section with the key in it, not one name with a dot"
             return unknown_key(dotted(path))
-        case "model_type" | "model_attributes_type":
+        case "model_type" | "model_attributes_type" | "dict_type":
             is_nothing = path == ("draft",) and str(value).lower() in _NOTHING
             guess = " (did you mean null?)" if is_nothing else ""
             if path[-1:] in (("target",), ("draft",)) and isinstance(value, str) and not guess:

@@ -125,7 +125,7 @@ def load_recipe(
     except ValidationError as error:
         for details in error.errors(include_url=False):
             path = problems.place(details)
-            line, where = merge.where(path, is_missing=details["type"] == "missing")
+            line, where = merge.where(path)
             found.append(_Found(line, where, dotted(path), details))
     merge.problems.clear()
     for key, value in (overridden or {}).items():
@@ -266,21 +266,19 @@ class _Merge:
                 origin = self._names.get(EVERY_DTYPE, "override")
                 self._set(f"{section}.dtype", overrides[EVERY_DTYPE], origin)
 
-    def where(self, path: KeyPath, *, is_missing: bool) -> tuple[int, str]:
+    def where(self, path: KeyPath) -> tuple[int, str]:
         """Return where a key's value came from, as a line number and a text for messages.
 
         For a value from an option, the line is 0, which sorts first, and the text is the option.
-        For a value from the file, the text is "FILE:LINE".
-
-        is_missing: whether the key is absent. If so, and if an option created the section that
-            lacks the key, this option is returned.
+        For a value from the file, the text is "FILE:LINE". If the key is in neither, but an option
+        created the section around it or set a key inside it, this option is returned.
         """
         lines = self.document.lines
         for depth in range(len(path), 0, -1):
             key = dotted(path[:depth])
             if key in self._origins:
                 return 0, self._origins[key]
-            if is_missing and (made := self._made(key)):
+            if path not in lines and (made := self._made(key)):
                 return 0, made
             if path[:depth] in lines and str(path[0]) not in self._origins:
                 break

@@ -9,7 +9,13 @@ from pydantic import BaseModel, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from specdec_cli.recipe.choices.registry import METHODS, NONE, weights_from, without_draft
+from specdec_cli.recipe.choices.registry import (
+    METHODS,
+    NONE,
+    method_in,
+    weights_from,
+    without_draft,
+)
 from specdec_cli.recipe.fields import Section
 from specdec_cli.recipe.sections import (
     CacheSection,
@@ -23,7 +29,7 @@ from specdec_cli.recipe.sections import (
     SamplingSection,
     SpeculationSection,
 )
-from specdec_cli.text import counted
+from specdec_cli.text import counted, shown
 
 
 def _check_ranks_inside(method: object, target: object, draft: object) -> None:
@@ -78,7 +84,8 @@ class Recipe(Section):
         """Set `speculation.method` for recipes without a draft model.
 
         If `draft.model` is the name of a method that needs no draft, such as prompt lookup, use it
-        and drop the draft section. If it is METHOD=DRAFT, use this method and this draft.
+        and drop the draft section. If it is METHOD=DRAFT, use this method and this draft. Raises an
+        error if the recipe names another method as well.
 
         If there is no draft section, use the method "none", which is plain decoding, in two cases:
         no method is set, or the method needs a draft but k is 0.
@@ -91,8 +98,12 @@ class Recipe(Section):
         if not isinstance(speculation, dict):
             return data
         named = draft.get("model") if isinstance(draft, dict) else None
-        method, is_both, model = str(named).partition("=")
-        if isinstance(draft, dict) and is_both and weights_from(method) == "draft":
+        method, model = method_in(named), str(named).partition("=")[2]
+        if isinstance(draft, dict) and method not in (None, named):
+            if (other := speculation.get("method", method)) != method:
+                context = {"key": "draft.model", "method": method, "other": shown(other)}
+                told = "names the method {method}, but speculation.method is {other}"
+                raise PydanticCustomError("draft", told, context)
             draft, speculation = {**draft, "model": model}, {**speculation, "method": method}
             data, named = {**data, "draft": draft, "speculation": speculation}, model
         is_method = isinstance(named, str) and without_draft(named)

@@ -669,6 +669,66 @@ def test_ranks_of_a_draft_that_has_none(run: Run, capsys: pytest.CaptureFixture[
     assert "--draft-tp has no effect: speculation.method is mtp" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--draft", "ngram", "--set", "draft.dtype=float16"], "draft.dtype"),
+        (["--set", "draft.model=ngram", "--set", "draft.share=[lm_head]"], "draft.share"),
+        (["--method", "none", "--set", "draft={model: demo:draft}"], "draft.model"),
+        (["--method", "none", "--set", "draft.revision=null"], None),
+        (["--set", "draft.model=ngram"], None),
+        (["--set", "draft.dtype=float32"], None),
+    ],
+)
+def test_keys_of_a_draft_that_nothing_reads_are_warned_of(
+    given: list[str], told: str | None, run: Run
+) -> None:
+    err = run("--prompt", "x", "--max-new-tokens", "1", "-q", *given).err
+    said = [line for line in err.splitlines() if "no effect" in line]
+    assert [line.partition(" has no effect: speculation.method is ")[0] for line in said] == (
+        [f"warning: {told}"] if told else []
+    )
+
+
+@pytest.mark.parametrize("names", ["--draft", "--set draft.model"])
+@pytest.mark.parametrize(
+    ("draft", "kind"),
+    [
+        ("pard=demo:draft", "pard, but the draft demo:draft is no PARD draft"),
+        ("eagle3=demo:draft", "eagle3, but the draft demo:draft is no EAGLE-3 head"),
+        ("draft_model=demo:eagle3", "draft_model, but the draft demo:eagle3 is an EAGLE-3 head"),
+    ],
+)
+def test_a_method_named_with_its_draft_is_never_replaced(
+    names: str, draft: str, kind: str, run: Run
+) -> None:
+    option, _, key = names.partition(" ")
+    result = run("demo", "--prompt", "x", option, f"{key}={draft}" if key else draft)
+    assert result.code == 2
+    assert f"error: speculation.method is {kind}\n" in result.err
+
+
+def test_two_methods_for_a_draft_are_refused(run: Run, tmp_path: Path) -> None:
+    """Neither is dropped, whichever way each is given, unless an option replaces --set's."""
+    file = tmp_path / "r.yaml"
+    models = "target: {model: demo:target}\ndraft: {model: draft_model=demo:draft}\n"
+    file.write_text(f"{models}speculation: {{method: eagle3}}\n")
+    told = 'draft.model: names the method draft_model, but speculation.method is "eagle3"'
+    named = "draft_model=demo:draft"
+    for origin, given in {
+        "--draft": ["--draft", named, "--method", "eagle3"],
+        "--set": ["--set", f"draft.model={named}", "--set", "speculation.method=eagle3"],
+        f"{file}:2": [str(file)],
+    }.items():
+        refused = run("--prompt", "x", *given)
+        assert (refused.code, f"error: {origin}: {told}\n" in refused.err) == (2, True), given
+    short = ("--prompt", "x", "--max-new-tokens", "1", "--json")
+    used = run(file, *short, "--draft", named, "--set", "speculation.method=eagle3")
+    assert used.document["recipe"]["speculation"]["method"] == "draft_model"
+    both = ("--set", "draft.model=ngram", "--set", "speculation.method=x")
+    assert "--set: speculation.method: should be draft_model, " in run("--prompt", "x", *both).err
+
+
 def test_a_draft_that_an_option_names_is_used_whatever_the_recipe_s_method(run: Run) -> None:
     asked = ("demo-ngram", "--draft", "demo:draft", "--prompt", "x", "--max-new-tokens", "4", "-q")
     result = run(*asked, "--json")

@@ -100,6 +100,16 @@ def test_a_method_that_asked_for_no_texts_is_told_so(
         assert ("needs_text = True" in hint) == (not needs and "texts" in code)
 
 
+@pytest.mark.parametrize("text", ["1 / 0\n", "x = 1\n"], ids=["fails", "registers nothing"])
+def test_a_plugin_that_failed_fails_again_in_the_next_run(
+    text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = written(tmp_path, text)
+    first, second = (specdec(capsys, "methods", "--plugin", file, "--json") for _ in range(2))
+    assert (first.code, first.document) == (second.code, second.document)
+    assert first.code == 2
+
+
 def test_plugins_are_listed_and_their_recipes_are_checked(
     capsys: pytest.CaptureFixture[str], page: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -354,12 +364,20 @@ def test_the_page_through_sweep_and_report(
     assert again.code == 0 and len(again.document["points"]) == 1 + len(arms), again.err
 
 
-def test_one_draft_of_two_built_in_methods_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """Their points would have the same name."""
-    drafts = ("--draft", "demo:draft", "--draft", "pard=demo:draft")
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ("draft_model", "--draft: demo:draft is given twice"),  # the points would share a name
+        ("pard", "speculation.method is pard, but the draft demo:draft is no PARD draft"),
+    ],
+)
+def test_one_draft_of_two_built_in_methods_is_refused(
+    other: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafts = ("--draft", "demo:draft", "--draft", f"{other}=demo:draft")
     found = specdec(capsys, "sweep-k", "demo", *drafts, "--k", "2", "--limit", "2", "--json")
-    assert found.code in (2, 5)
-    assert found.document["error"]["message"] == "--draft: demo:draft is given twice"
+    assert found.code == 2
+    assert found.document["error"]["message"] == told
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -461,6 +461,9 @@ def test_a_draft_that_the_method_does_not_use_is_told(
     asked = ("demo-ngram", "--draft-tp", "2", "--draft", "ngram")
     said = "warning: --draft-tp has no effect: speculation.method is ngram\n"
     assert profile(capsys, *asked, *SMALL, "-q", *way).err == said
+    asked = ("demo", "--method", "none", "-k", "3")
+    said = "warning: -k 3 has no effect: speculation.method is none\n"
+    assert profile(capsys, *asked, *SMALL, "-q", *way).err == said
 
 
 def test_a_recipe_of_ones_own_is_not_replaced(

@@ -32,6 +32,7 @@ MALFORMED: dict[str, tuple[str | bytes, int, str]] = {
     "target-null": ("target: null\n", 1, "target: should be a section of keys, not null"),
     "target-text": ("target: gpt2\n", 1, 'target: should be a section of keys, not "gpt2"'),
     "run-list": (GOOD + "run: []\n", 2, "run: should be a section of keys, not []"),
+    "options-null": (GOOD + "speculation:\n  options:\n", 3, "speculation.options: should be a section of keys, not null"),
     "sampling-null": (GOOD + "sampling:\n", 2, "sampling: should be a section of keys"),
     "unknown-section": (GOOD + "samplin: {}\n", 2, "did you mean sampling?"),
     "unknown-key": (GOOD + "run:\n  seeds: 1\n", 3, "run.seeds: unknown key (did you mean run.seed?)"),
@@ -210,6 +211,15 @@ def error_document(output: str) -> dict[str, object]:
     error: dict[str, object] = document["error"]
     assert list(error) == ["code", "message", "hint"]
     return error
+
+
+def test_an_option_inside_a_section_is_named_not_the_file(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The demo recipe has no section `load`, so no line of it is at fault."""
+    assert main(["generate", "demo", "--set", "load.slo.ttft=1s"]) == 2
+    said = "error: --set: load.slo: needs load.request_rate (--request-rate)\n"
+    assert capsys.readouterr().err.startswith(said)
 
 
 @pytest.mark.parametrize("name", ["medusa", "lookahead", "suffix"])

@@ -166,9 +166,9 @@ def _different(jobs: Sequence[Job]) -> list[str | None]:
     for job in jobs:
         name = job.plan.proposer
         arm = job.plan.recipe.speculation.method, job.plan.fingerprint("draft") or name
-        if arm in found or name in found.values():
+        if arm in found:
             told = f"{name} is given twice"
-            if found.get(arm, name) != name:
+            if found[arm] != name:
                 told = f"{found[arm]} and {name} are one draft: their configs and weights are equal"
             raise UsageError(f"--draft: {told}", "leave one of them out")
         found[arm] = name

@@ -127,6 +127,14 @@ def without_draft(name: str | None) -> bool:
     return name in METHODS and name != NONE and weights_from(name) != "draft"
 
 
+def method_in(draft: object) -> str | None:
+    """Return the method that a draft's name contains: that of METHOD=DRAFT, or the whole name if it
+    is a method that needs no draft. Otherwise returns None."""
+    method, is_both, _ = str(draft).partition("=")
+    is_method = weights_from(method) == "draft" if is_both else without_draft(method)
+    return method if is_method else None
+
+
 def is_given(rule: object) -> bool:
     """Return True if the acceptance rule with this name takes acceptance rates from the recipe."""
     return isinstance(rule, str) and rule in RULES and RULES[rule].is_given
