@@ -33,6 +33,7 @@ def main() -> None:
 
 
 def write(shapes: Path, folder: Path) -> None:
+    """Write a checkpoint with the config of `shapes` and a file for each layer."""
     config = json.loads((shapes / "config.json").read_text())
     torch.manual_seed(0)
     folder.mkdir(parents=True, exist_ok=True)

@@ -241,7 +241,7 @@ def test_equal_pairs_are_tied(tmp_path: Path) -> None:
 
 
 def test_more_prompts_cost_their_prefill_too(tmp_path: Path) -> None:
-    """Those of all pairs, and of k = 0 on the same ranks."""
+    """The seconds of all pairs count, and those of k = 0 on the same ranks."""
     records = filled(tp1=(9.9, 9.9), tp2=(10.1, 10.1))
     for place, of in enumerate(records.kept.samples.values()):
         for index, one in of.items():

@@ -153,8 +153,7 @@ STORED_GROUPS = (
     Case((GroupTiles(64, 64, 128, 4, 3), GroupTiles(64, 64, 128, 4, 4)), (48,)),
     Case((GroupTiles(64, 64, 128, 4, 3), GroupTiles(128, 64, 128, 4, 3)), (1024,)),
 )
-# With more registers than these, fewer programs of gate and up run side by side. From 24 pairs on,
-# tensor cores limit the rate.
+# With more registers than these, fewer programs of gate and up run side by side.
 TILED_GROUPS = (
     Case((GroupTiles(8, 32, 256, 4, 3, 1, 80), GroupTiles(8, 64, 256, 4, 3, 1, 96)), (5,)),
     Case((GroupTiles(16, 32, 256, 4, 3, 1, 128), GroupTiles(16, 64, 256, 4, 3)), (10,)),

@@ -172,11 +172,11 @@ class Storage:
 
     def on_meta(self, shape: Sequence[int]) -> "Stored":
         """Return a weight of `shape` on the meta device, which has no values."""
-        kind, zeros = KINDS[self.kind].codes, None
-        codes = torch.empty(self.codes_shape(shape), dtype=kind, device="meta")
+        dtype, zeros = KINDS[self.kind].codes, None
+        codes = torch.empty(self.codes_shape(shape), dtype=dtype, device="meta")
         scales = torch.empty(self.scales_shape(shape), dtype=self.scales, device="meta")
         if self.has_minima or self.has_zeros:
-            zeros = scales if self.has_minima else scales.to(kind)
+            zeros = scales if self.has_minima else scales.to(dtype)
         return Stored(codes, scales, zeros, self)
 
     def numbers_of_code(self, dim: int) -> int:
